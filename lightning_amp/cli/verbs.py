@@ -28,7 +28,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "plan": (
         "say where memory will end, and what to do about it",
         "Choose strategies and a mesh of ranks for a data directory, and predict memory and time of a training step"
-        " under them. Nothing is trained, torch is not loaded. With --config FILE.yaml, or MODULE:CLASS and --batch,"
+        " under them. Nothing is trained. With --config FILE.yaml, or MODULE:CLASS and --batch,"
         " any module is planned by a profile of its step. Status 3 where nothing fits a memory that was named.",
         "data --devices 4 --device-memory 24GiB --batch-size 64",
     ),

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_amp._torch import FakeTensor, fake_tensors, tree_leaves, unseen
 from lightning_amp.default_dtype import default_dtype
 from lightning_amp.footprint.chain.block_call import autocast_again, autocast_now
-from lightning_amp.footprint.copies.batch_values import asked_by_torch
+from lightning_amp.footprint.copies.batch_values import read_by_torch
 from lightning_amp.holding import replacing
 
 SAME = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, range)
@@ -273,7 +273,7 @@ def follow(
 
 class _Followed(type(FakeTensor)):  # type: ignore[misc]
     def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, FakeTensor if asked_by_torch() else Tensor)
+        return isinstance(value, FakeTensor if read_by_torch() else Tensor)
 
 
 class FollowedTensor(FakeTensor, metaclass=_Followed):

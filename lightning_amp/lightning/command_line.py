@@ -92,7 +92,7 @@ class CommandLine(LightningCLI):
                     f"--config is missing: {parser.prog} {words[0]} --config FILE.yaml names a file with the sections"
                     " model, data and trainer; `lightning-amp demo` writes one, demo/config.yaml"
                 ) from None
-            raise PlanError(self._told(str(error))) from None
+            raise PlanError(self._in_terms_of_options(str(error))) from None
         strategy = self.config[self.config.subcommand].trainer.strategy
         known = ["auto", *StrategyRegistry.available_strategies()]
         if isinstance(strategy, str) and strategy.lower() not in known:
@@ -165,7 +165,7 @@ class CommandLine(LightningCLI):
         then, now = yaml.safe_load(path.read_text()), yaml.safe_load(text)
         return all(then.get(part) == now.get(part) for part in ("model", "data")[: 1 if self._new_data else 2])
 
-    def _told(self, message: str) -> str:
+    def _in_terms_of_options(self, message: str) -> str:
         if found := re.search(r"'(\w+)' does not accept option '([\w.]+)'", message):
             verb, key = found.groups()
             keys = [action.dest for action in self._subcommand_parsers[verb]._actions]

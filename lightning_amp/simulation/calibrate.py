@@ -43,7 +43,7 @@ from lightning_amp.text_table import WIDTH, table
 SCHEMA = 1
 WARM_UP, ROUNDS = 2, 7
 NON_ZERO = 0.05
-APART = 2.0
+SPREAD = 2.0
 """Largest ratio of the median round to the best one."""
 SHARE = 0.7
 """Least share of a processor that an undisturbed step gets."""
@@ -149,7 +149,7 @@ def calibration_report(found: Calibration) -> str:
         ]
         for name, timing in (("fitted", found.fitted), ("check", found.check))
     ]
-    apart = ", ".join(
+    spread = ", ".join(
         f"{timing.slowest / timing.measured:.2f} times ({name})"
         for name, timing in (("fitted", found.fitted), ("check", found.check))
     )
@@ -163,7 +163,7 @@ def calibration_report(found: Calibration) -> str:
         f"Calibrated {after.device.removesuffix(', calibrated')}: a decoder step with {d.anchors:,} anchors,"
         f"\n{len(d.features)} strata, {d.dim} channels, {found.cells} cells",
         table(["step", "predicted", "measured", "predicted now", "techniques"], rows),
-        fill(f"Measured is the best of {ROUNDS} rounds; the slowest took {apart} as long.", WIDTH),
+        fill(f"Measured is the best of {ROUNDS} rounds; the slowest took {spread} as long.", WIDTH),
         table(["rate", "before", "now"], numbers),
         *([] if after.host_link is None else [host_link_report(after.host_link, before)]),
         *([nodes_report(found.nodes)] if found.nodes else []),
@@ -263,30 +263,30 @@ def _measure(steps: list[Callable[[], None]], place: torch.device) -> list[list[
             at_work.append(time.process_time() - begin_work)
     rounds = [found[WARM_UP:] for found in seconds]
     best = [min(found) for found in rounds]
-    apart = max(median(found) / least for found, least in zip(rounds, best, strict=True))
+    spread = max(median(found) / least for found, least in zip(rounds, best, strict=True))
     # processor time of all threads is less than the elapsed time if a step waits for a processor
     share = min(
         at_work[found.index(least)] / least for at_work, found, least in zip(worked, seconds, best, strict=True)
     )
     # the processor waits while a GPU works, so its share says nothing there
-    refuse_busy(place, apart, share if place.type == "cpu" else 1.0)
+    refuse_busy(place, spread, share if place.type == "cpu" else 1.0)
     return rounds
 
 
-def refuse_busy(place: torch.device, apart: float, share: float = 1.0) -> None:
+def refuse_busy(place: torch.device, spread: float, share: float = 1.0) -> None:
     """Raise an error if other processes disturb a measurement.
 
     Args:
-        apart: Ratio of the median round to the best one.
+        spread: Ratio of the median round to the best one.
         share: Share of a processor that the best round had.
 
     Raises:
         PlanError: The device is busy.
     """
-    if apart > APART or share < SHARE:
+    if spread > SPREAD or share < SHARE:
         raise PlanError(
             f"cannot calibrate on {place}: something else keeps it busy, and the median round took "
-            f"{apart:.1f} times as long as the best one, which had {share:.0%} of a processor. Calibrate "
+            f"{spread:.1f} times as long as the best one, which had {share:.0%} of a processor. Calibrate "
             "when the machine is idle"
         )
 

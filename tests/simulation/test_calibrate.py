@@ -111,7 +111,7 @@ def test_devices_that_are_not_there(device, index, message) -> None:
 
 def test_the_command_writes_a_file_that_plan_reads(capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(calibration.SIZES, "cpu", SIZES)
-    monkeypatch.setattr(calibration, "APART", 1e9)
+    monkeypatch.setattr(calibration, "SPREAD", 1e9)
     monkeypatch.setattr(calibration, "SHARE", 0)
     monkeypatch.chdir(tmp_path)
     words = ["calibrate", "--device", "cpu", "--out", "rates.json"]

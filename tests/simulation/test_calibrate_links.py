@@ -79,7 +79,7 @@ def test_every_axis_of_four_ranks_is_measured(tmp_path: Path) -> None:
 def test_the_command_keeps_what_it_measures(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("lightning_amp.simulation.calibrate.SIZES", {"cpu": STEP})
     monkeypatch.setattr("lightning_amp.simulation.calibrate.SHARE", 0)
-    monkeypatch.setattr("lightning_amp.simulation.calibrate.APART", 1e9)
+    monkeypatch.setattr("lightning_amp.simulation.calibrate.SPREAD", 1e9)
     out = tmp_path / "rates.json"
     assert main(["calibrate", "--links", "--device", "cpu", "--out", str(out), "--format", "json"]) == 0
     said, links = json.loads(capsys.readouterr().out), Rates.read(out).links

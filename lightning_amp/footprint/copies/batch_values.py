@@ -54,7 +54,7 @@ class BatchReads:
                 leaf.given = None
 
 
-def asked_by_torch() -> bool:
+def read_by_torch() -> bool:
     """Whether torch itself asks `isinstance`; to be called in `__instancecheck__`."""
     name: str = sys._getframe(2).f_globals.get("__name__", "")
     return name.partition(".")[0] == "torch"
@@ -64,7 +64,7 @@ class _Asked(type(FakeTensor)):  # type: ignore[misc]
     def __instancecheck__(cls, value: Any) -> bool:
         if not isinstance(value, FakeTensor):
             return False
-        return asked_by_torch() or not _may_be_read(value)
+        return read_by_torch() or not _may_be_read(value)
 
 
 class AskedFakeTensor(FakeTensor, metaclass=_Asked):

@@ -92,11 +92,11 @@ class Layout:
 class Note(NamedTuple):
     """What an operator or a method returned; tensors are replaced by their layout."""
 
-    asked: Any
+    question: Any
     answer: Any
 
 
-def _asked(what: Any, args: Any) -> Any:
+def _question(what: Any, args: Any) -> Any:
     """Return what identifies a question in two runs of the same code."""
     first = next(iter(tensors_of(args)), None)
     # variants of an operator differ: lengths of CTC are tensors on fake tensors only
@@ -160,7 +160,7 @@ class NoteTaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note(self, what: Any, args: Any, answer: Any) -> None:
         """Add a note."""
-        self.batches[-1].of_batch.append(Note(_asked(what, args), answer))
+        self.batches[-1].of_batch.append(Note(_question(what, args), answer))
 
     def _keep(self, written: Iterable[Tensor]) -> None:
         for tensor in written:
@@ -246,8 +246,8 @@ class Answers:
         for places, notes in zip(self._places, self._batches, strict=True):
             for place, note in enumerate(notes.of_batch):
                 # with its line, and without, for operators that a technique runs again
-                places[note.asked].append(place)
-                places[note.asked[:2]].append(place)
+                places[note.question].append(place)
+                places[note.question[:2]].append(place)
         self._batch, self._step, self._at, self._anywhere = -1, -1, 0, False
         self._of_node: dict[int, Any] = {}
         self.shapes_depend = any(_has_layout(note.answer) for notes in self._batches for note in notes.of_batch)
@@ -263,8 +263,8 @@ class Answers:
 
     def of(self, what: Any, args: Any) -> Any:
         """Return what a note says, or MISSING."""
-        asked = _asked(what, args)
-        places = self._places[self._batch].get(asked[:2] if self._anywhere else asked, ())
+        question = _question(what, args)
+        places = self._places[self._batch].get(question[:2] if self._anywhere else question, ())
         found = bisect_left(places, self._at)
         if found == len(places):
             return MISSING

@@ -89,7 +89,7 @@ class ModulePlan:
         if (planned := self.planned_at) is not None:
             return largest_planned(lambda n: planned(n).fits is True, start)
         with self.counting():
-            most = largest_batches(*self._counts(self.at), start=start, budget=budget, **self._asked)
+            most = largest_batches(*self._counts(self.at), start=start, budget=budget, **self._question)
         return max(most.plain, most.lean)
 
     def largest(self, name: str, dim: int = 1) -> int:
@@ -118,7 +118,7 @@ class ModulePlan:
             if planned is not None:
                 return largest_planned(lambda n: planned(size, with_length(self.batch, start, n)).fits is True, start)
             with self.counting():
-                most = largest_batches(*self._counts(at), start=start, budget=budget, **self._asked)
+                most = largest_batches(*self._counts(at), start=start, budget=budget, **self._question)
         except ModelError as error:
             raise PlanError(
                 f"largest({name!r}, dim={dim!r}) cannot be computed, the step does not run with other lengths than"
@@ -180,10 +180,10 @@ class ModulePlan:
             # each further number of devices takes seconds
             own = self.plan.mesh.ranks
             on_fewest = partial(self._on_fewest, (own, 2 * own))
-            return answers(*self._counts(self.at), seen, budget=budget, on_fewest=on_fewest, **self._asked)
+            return answers(*self._counts(self.at), seen, budget=budget, on_fewest=on_fewest, **self._question)
 
     @property
-    def _asked(self) -> dict[str, Any]:
+    def _question(self) -> dict[str, Any]:
         mesh = self.plan.mesh
         return {"ranks": mesh.ranks, "named": self.plan if self.named else None, "planned": self.plan}
 

@@ -83,7 +83,7 @@ class CellWeight:
         self._labels = torch.empty(0)
         self._labels_travelling: Work | None = None
         self._by_labels: bool | None = None
-        self._told, self._lost = False, 0.0
+        self._warned, self._lost = False, 0.0
         self.expects_labels = self.no_labels = False
         self.otherwise: Callable[[], None] = lambda: None
 
@@ -133,8 +133,8 @@ class CellWeight:
             if self._by_labels is None:
                 self._by_labels = False
                 self.otherwise()
-            elif not self._told:
-                self._told = True
+            elif not self._warned:
+                self._warned = True
                 rank_zero_warn(OTHER_LOSS)
         return self._samples_weight()
 

@@ -198,7 +198,7 @@ class Rescue(pl.Callback):
         holds: bool = False,
     ) -> None:
         self._module, self._leaner, self._device, self._written = module, leaner, device, written
-        self._left, self._updating, self._told, self._join = MOST if holds else TIMES, False, False, join
+        self._left, self._updating, self._reported, self._join = MOST if holds else TIMES, False, False, join
         self._holds = holds
         self.counted = None if budget is None else CountedBatches(module, budget, predicted=predicted)
 
@@ -214,14 +214,14 @@ class Rescue(pl.Callback):
         Raises:
             OtherRank: Another rank has run out of memory.
         """
-        self._told = True
+        self._reported = True
         if largest(0.0, self._device):
             raise OtherRank("memory has ended on another rank")
 
     def run(self, loop: Any, plain: Callable[..., Any], *args: Any) -> Any:
         """Run one batch by `plain(*args)`, as often as leaner plans are installed."""
         while True:
-            self._updating = self._told = False
+            self._updating = self._reported = False
             state = StateOfBatch(self._module, loop, args, self._written)
             try:
                 with nullcontext() if self.counted is None else self.counted.counting(args, state.copied):
@@ -235,7 +235,7 @@ class Rescue(pl.Callback):
         """Install a leaner plan, or raise the error."""
         if not is_out_of_memory(error) or self._updating:
             raise error
-        if not self._told:
+        if not self._reported:
             # the other ranks wait in these collectives; they call the second in `gradients_are_there`
             self._join()
             largest(1.0, self._device)

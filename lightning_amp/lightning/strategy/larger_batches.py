@@ -82,7 +82,7 @@ class LargerBatches:
         own = _dims(counted), seen is not None and seen.profile.noted, facts.written
         shapes, self.noted, self.written = facts.strategy.broadcast(own)
         self._known = [(shapes, current().training_bytes)]
-        self._told = False
+        self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, as of a saved Trainer, which counts nothing."""
@@ -189,9 +189,9 @@ class LargerBatches:
                 f"{said}. It was not run; batches before it were. AMPStrategy(on_predicted_oom='warn'), in YAML"
                 " `on_predicted_oom: warn`, trains anyway"
             )
-        if not self._told:
+        if not self._warned:
             rank_zero_warn(said)
-        self._told = True
+        self._warned = True
 
     def _in_words(self, number: int, shapes: list[Shape]) -> str:
         """Describe a batch by its tensor that is most beyond the most similar counted batch."""

@@ -179,11 +179,11 @@ def check_run(request: Request, trainer: pl.Trainer, model: nn.Module, rules: It
         InstallError: Batch normalisation, or hooks on parameters.
     """
     function_at(stage_search().refuse)(model)
-    for what, why in _apart_from_stages(request, trainer, rules):
+    for what, why in _not_with_stages(request, trainer, rules):
         raise PlanError(f"{STAGED} cannot be used with {what}; {why}, or leave {STAGED!r} out")
 
 
-def _apart_from_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Rule]) -> Iterator[tuple[str, str]]:
+def _not_with_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Rule]) -> Iterator[tuple[str, str]]:
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         why = "stages run the backward pass before the loss is scaled: use 'bf16-mixed' or '32-true'"
         yield f"precision={trainer.precision!r}", why

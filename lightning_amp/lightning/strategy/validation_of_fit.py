@@ -59,7 +59,7 @@ def with_validation(plan: Plan, facts: PlanningContext) -> Plan:
         if row is not None and row.validation is not None and step is not None:
             ranks, bytes_of = plan.mesh.data, partial(row.validation, step, plan.spec_of(elsewhere[0]))
             plan = found.sharded(plan, lambda validation: bytes_of(validation, ranks))
-            return _told(plan, found)
+            return _with_note_on_values(plan, found)
         return _counted(found, plan, facts)
     except DataError as error:
         return _noting(plan, f"{LATER}: {error}" if facts.strategy.world_size == 1 else f"{NOT_COUNTED}: {error}")
@@ -69,10 +69,10 @@ def with_validation(plan: Plan, facts: PlanningContext) -> Plan:
 
 def _counted(found: EvaluationOfModule, plan: Plan, facts: PlanningContext, *, no_chunks: str = "") -> Plan:
     kept = _kept_bytes(plan, facts)
-    return _told(found.beside_training(plan, kept, facts.rates[0], no_chunks=no_chunks), found)
+    return _with_note_on_values(found.beside_training(plan, kept, facts.rates[0], no_chunks=no_chunks), found)
 
 
-def _told(plan: Plan, found: EvaluationOfModule) -> Plan:
+def _with_note_on_values(plan: Plan, found: EvaluationOfModule) -> Plan:
     """Add that values decide what a validation batch takes."""
     note = f"{BY_VALUES}; another batch can take more: {found.counter.noted}"
     return replace(plan, notes=(*plan.notes, Explanation(note))) if found.counter.noted else plan

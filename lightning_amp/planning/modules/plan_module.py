@@ -118,8 +118,8 @@ def plan_module(
             ordered = tuple(name for name in PREDICTIONS if name in named)
             drafted = draft(seen, ordered, ranks=base.gradient_ranks, budget=limit)
             if isinstance(drafted, str):
-                asked_for = ",".join(named)
-                raise PlanError(f"strategies={asked_for!r}: {drafted}; leave that one out, or let policy 'auto' choose")
+                joined = ",".join(named)
+                raise PlanError(f"strategies={joined!r}: {drafted}; leave that one out, or let policy 'auto' choose")
             compared = Compared(best=drafted, candidates=(), dropped={})
         best = compared.best
         rules = rules_of(best, named=named is not None)
