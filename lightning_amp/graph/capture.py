@@ -27,6 +27,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx import GraphModule, Node
+from torch.fx.node import base_types
 
 from lightning_amp._torch import (
     FakeTensor,
@@ -129,6 +130,12 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
         return Capture(**common, reason=f"its forward cannot run on fake tensors: {why_values(error)}")
 
 
+def _kind(value: object) -> str:
+    """Return the name of a value's type, and what to do about a cache of keys and values."""
+    name = type(value).__name__
+    return f"{name!r} (use_cache=False leaves it out)" if name.endswith("Cache") else repr(name)
+
+
 def _trace(
     block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Callable[[], bool]]:
@@ -149,6 +156,8 @@ def _trace(
         versions = [tensor._version for tensor in tensors]
         with NoPython(tensors) as python, watched(python):
             results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
+            if others := [one for one in results if one is not None and not isinstance(one, base_types)]:
+                raise CannotCapture(f"its result holds an object of type {_kind(others[0])}")
         if python.reason:
             raise CannotCapture(python.reason)
         found["calls"], found["unlike"] = python.ends(results), python.unlike
@@ -193,7 +202,7 @@ def _trace(
             raise CannotCapture("its forward sets the seed of torch's random numbers")
         for i, value in objects.items():
             if described(value, states=True) != held[i]:
-                raise CannotCapture(f"its forward changes what an argument of type {type(value).__name__!r} holds")
+                raise CannotCapture(f"its forward changes what an argument of type {_kind(value)} holds")
         constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
         # `torch.tensor(...)` in a forward gives a new constant in every call, by an operator of this name
         if not all("lift_fresh" in str(user.target) for node in constants for user in node.users):

@@ -242,6 +242,15 @@ class Writes(forwards.Base):
         return self.layer(x)
 
 
+class KeysCache(Settings):
+    """An object as language models return it."""
+
+
+class Returns(forwards.Base):
+    def forward(self, x: Tensor, more: Any) -> Any:
+        return self.layer(x), more
+
+
 class Draws(forwards.Base):
     def forward(self, x: Tensor, more: Any) -> Tensor:
         return self.layer(x) * float(more.random())
@@ -275,6 +284,7 @@ def test_what_objects_hold_is_a_guard() -> None:
     (Writes(), Settings(), "its forward changes what an argument of type 'Settings' holds"),
     (Writes(), {"x": 1}, "its forward changes a list or a dictionary that it is called with"),
     (WritesOwn(), Settings(), "its forward changes the attribute 'settings'"),
+    (Returns(), KeysCache(), "its result holds an object of type 'KeysCache' (use_cache=False leaves it out)"),
     (Draws(), np.random.default_rng(0), "its forward changes what an argument of type 'Generator' holds"),
     (forwards.Base(), threading.Lock(), "it is called with a 'lock', which cannot be copied"),
 ])  # fmt: skip
