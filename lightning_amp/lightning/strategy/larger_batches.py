@@ -38,6 +38,7 @@ from lightning_amp.lightning.strategy.largest_rank import NOT_COUNTED, for_large
 from lightning_amp.planning.modules.on_device import made_for, on_device
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.reports.plan_report import shortfall, techniques
+from lightning_amp.progress import shown_if_long
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import BETWEEN_BATCHES, PREDICTIONS, in_order, rules_in_order, stage_search
 
@@ -115,6 +116,11 @@ class LargerBatches:
     def _number(self) -> int:
         return self._facts.trainer.fit_loop.epoch_loop.batch_idx
 
+    def _shown(self, number: int) -> AbstractContextManager[Any]:
+        facts = self._facts
+        show = facts.trainer.progress_bar_callback is not None and facts.strategy.global_rank == 0
+        return shown_if_long(f"planning for batch {number}", show=show)
+
     def _counting(self, batch: Any) -> PlanningContext:
         """Return what a plan for a batch is made with."""
         found = copy.copy(self._facts)
@@ -130,7 +136,7 @@ class LargerBatches:
         before, counting, number = self._current(), self._counting(batch), self._number
         said, decide = self._in_words(number, shapes), partial(_between_batches, counting, before)
         try:
-            with self._aside():
+            with self._aside(), self._shown(number):
                 found = for_largest_batch(before, counting, decide, f"batch {number} of rank {{}}")
         except AmpError as error:
             # as many bytes as are known: a batch of these dims is not counted again
@@ -166,7 +172,7 @@ class LargerBatches:
         strategy = self._facts.strategy
         said = f"batch {number}, of which values decide what it takes, has exceeded the budget"
         try:
-            with self._aside():
+            with self._aside(), self._shown(number):
                 rank, _, _ = largest_of_ranks(before, counting)
                 agree = partial(decide_on_one_rank, rank=strategy.global_rank, broadcast=strategy.broadcast)
                 found = agree(partial(_with_reserve, counting, before), decider=rank)

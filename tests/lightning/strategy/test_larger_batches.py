@@ -150,6 +150,14 @@ def test_a_later_batch_is_trained_within_the_budget(name: str, added_up: int) ->
         assert same(found["random"], plain["random"])
 
 
+def test_a_plan_that_takes_long_shows_what_it_counts(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    _, most = trained(LENGTHS["growing"], "auto")
+    capsys.readouterr()
+    monkeypatch.setattr("lightning_amp.progress.LONG", 0.01)
+    trained(LENGTHS["growing"], AMPStrategy(device_memory=f"{int(0.7 * most)}B"), enable_progress_bar=True)
+    assert "planning for batch 2: " in capsys.readouterr().err
+
+
 def test_the_prediction_is_that_of_the_largest_batch() -> None:
     _, most = trained(LENGTHS["small first"], AMPStrategy())
     found, measured = trained(LENGTHS["small first"], AMPStrategy(device_memory=f"{most}B"))
