@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_amp.errors import PlanError
-from lightning_amp.footprint.equal_parts import counting_bytes_alone
+from lightning_amp.footprint.equal_parts import leaving_out_equal
 from lightning_amp.footprint.module_profile import BACKWARD, FORWARD, KINDS, OPTIMISER, REDUCTION, Life, bytes_over_time
 from lightning_amp.footprint.profile_module import counted_step
 from lightning_amp.footprint.run.run_settings import RunSettings
@@ -102,7 +102,7 @@ def count_rank(subject: Subject, plan: Plan, rank: int, *, device_type: str) -> 
         )
         run_settings = RunSettings(values=False, frees_gradients=True, reducer=reducer)
         # techniques of any module may have counted the step's operators, as the segments of `replay`
-        briefly = nullcontext() if beyond_decoder(plan.strategies) else counting_bytes_alone()
+        briefly = nullcontext() if beyond_decoder(plan.strategies) else leaving_out_equal()
         with holding(SENT, sent), briefly:
             found, _ = counted_step(module, subject.batch, None, _RankRecorder, run_settings)
     by_kind = Counter[str]()

@@ -12,12 +12,13 @@ from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import AmpError
-from lightning_amp.footprint.equal_parts import counting_bytes_alone
+from lightning_amp.footprint.equal_parts import leaving_out_equal
 from lightning_amp.footprint.run import inner_run
 from lightning_amp.footprint.run.run_settings import UNDER_AMP
 from lightning_amp.holding import replacing
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.profiling.step_of_ranks import on_top_of
+from lightning_amp.planning.modules.candidates import as_it_is
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.simulation.parse_shape import parse_shape
 from lightning_amp.simulation.simulate import request_decoder, simulate_plan
@@ -112,10 +113,10 @@ def test_parts_that_the_first_step_leaves_out_change_nothing(monkeypatch: pytest
 
     def watched() -> AbstractContextManager[None]:
         entered.append(True)
-        return counting_bytes_alone()
+        return leaving_out_equal()
 
     for counting in (watched, nullcontext):
-        monkeypatch.setattr(inner_run, "counting_bytes_alone", counting)
+        monkeypatch.setattr(inner_run, "leaving_out_equal", counting)
         subject = make()
         step = StepOfModule(subject.module, lambda batch=subject.batch: batch, run_settings=UNDER_AMP)
         with replacing(nonzero_counts.ASSUMED, share=subject.share, in_counts=True):
@@ -124,6 +125,28 @@ def test_parts_that_the_first_step_leaves_out_change_nothing(monkeypatch: pytest
     assert entered
     assert found[0] == found[1]
     assert found[0][-1] == plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("strategies", ["S1,S4,fused,sparse,stream", "S1,sparse", "S1,fused,recompute"])
+def test_one_of_equal_parts_is_timed_for_those_that_are_left_out(strategies: str) -> None:
+    make, plan = request_decoder(
+        parse_shape("anchors=9000,dim=8,strata=2,batch=40,window=160"), batch_size=CELLS, strategies=strategies
+    )
+    rules = [rule for rule in plan.rules if rule.strategy != "S1"]
+    found = []
+    for counting in (nullcontext, leaving_out_equal):
+        subject = make()
+        step = StepOfModule(subject.module, lambda batch=subject.batch: batch, run_settings=UNDER_AMP)
+        with replacing(nonzero_counts.ASSUMED, share=subject.share, in_counts=True), counting():
+            found.append(on_top_of(step, rules, 1, rates=CPU_CORE)[0])
+    whole, fewer = (one.profile for one in found)
+    assert (fewer.first_bytes, fewer.left_bytes, fewer.peak_bytes) == (
+        whole.first_bytes,
+        whole.left_bytes,
+        whole.peak_bytes,
+    )
+    assert len(fewer.makes.made) < len(whole.makes.made)
+    assert as_it_is(found[1], 1).seconds == pytest.approx(as_it_is(found[0], 1).seconds, rel=0.01)
 
 
 @pytest.mark.long

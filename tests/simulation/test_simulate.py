@@ -318,8 +318,8 @@ def test_parts_that_are_left_out_change_no_byte(monkeypatch: pytest.MonkeyPatch)
         return result_of(recorder, *args, **kwargs)
 
     monkeypatch.setattr(count_rank, "_result", result)
-    for counting in (count_rank.counting_bytes_alone, nullcontext):
-        monkeypatch.setattr(count_rank, "counting_bytes_alone", counting)
+    for counting in (count_rank.leaving_out_equal, nullcontext):
+        monkeypatch.setattr(count_rank, "leaving_out_equal", counting)
         found.append(simulate(lambda: decoder_subject(decoder, batch_size=BATCH), made, rank=0))
     assert found[0] == found[1]
     assert 1.5 * lengths[0] < lengths[1]

@@ -26,7 +26,7 @@ from lightning_amp.footprint.bounded_step import BoundedStep
 from lightning_amp.footprint.confirm_count import StepMakes
 from lightning_amp.footprint.copies.fake_copy import make_fake, without_values
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
-from lightning_amp.footprint.equal_parts import counting_bytes_alone
+from lightning_amp.footprint.equal_parts import leaving_out_equal
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.run.foreseen import foresee
 from lightning_amp.footprint.run.last_gradients import LastGradients
@@ -301,7 +301,7 @@ class _Count(Callback):
         """Enter the fake mode on the first batch, and start to record on the counted batches."""
         if batch_idx == 0 and self._fake is not None:
             # operators before the counted batch are not timed
-            self._before.enter_context(counting_bytes_alone())
+            self._before.enter_context(leaving_out_equal())
             self._entered.enter_context(self._fake)
             self._entered.enter_context(without_values())
             if self.answers is not None:

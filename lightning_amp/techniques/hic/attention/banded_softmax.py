@@ -75,7 +75,7 @@ class _BandedSoftmax(torch.autograd.Function):
         out = work.room_for_result(q, values.dtype)
         # one run has all rows: it writes into the result without a copy
         at_once = out.dim() == 3
-        for run in work.runs:
+        for run in work.runs():
             queries, own_out = work.turn_queries(q, run), out if at_once else work.take_rows(run)
             near_keys, near_values = work.near_keys(keys, run), work.near(values, run)
             for rows in work.chunks(run):
@@ -96,7 +96,7 @@ class _BandedSoftmax(torch.autograd.Function):
         # zeros, unless `add` writes all elements that are read
         make = torch.empty_like if work.at_once else torch.zeros_like
         dk, dv = make(keys), make(keys)
-        for run in work.runs:
+        for run in work.runs():
             queries, own_grad = work.turn_queries(q, run), work.own(grad, run).to(work.dtype_of(run))
             near_keys, near_values = work.near_keys(keys, run), work.near(values, run)
             own_dq, near_dk, near_dv = work.take_rows(run), work.sums(dk, run), work.sums(dv, run)

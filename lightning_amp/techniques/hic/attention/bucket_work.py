@@ -1,6 +1,7 @@
 """Compute runs of buckets for banded_softmax.py in preallocated memory; legend: that of banded_softmax.py."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from lightning_amp._torch import past_threshold, softmax_backward
 from lightning_amp.footprint.equal_parts import leaves_out_equal
+from lightning_amp.footprint.operator_rates import standing_for
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.techniques.hic.attention.bucket_runs import Band, BucketRun
 from lightning_amp.techniques.hic.attention.rotary import from_pairs, rotary, to_pairs
@@ -42,9 +44,11 @@ class BucketWork:
         self.band, self._dim, self.scale = band, q.shape[1], q.shape[1] ** -0.5
         self._dtype, self._met_in = type_of_sums(q.dtype, k.dtype, values.dtype), met_in
         self._cast: dict[str, Tensor] = {}
-        # without values, the second run of a shape needs no more memory
-        same = {(run.n_buckets, run.own[1], run.near[1], run.outside): run for run in band.runs}
-        self.runs = list(same.values()) if leaves_out_equal(q) else band.runs
+        self._runs = dict.fromkeys(band.runs, 1)
+        if leaves_out_equal(q):
+            # without values, the second run of a shape needs no more memory
+            same = {_shape_of(run): run for run in band.runs}
+            self._runs = Counter(same[_shape_of(run)] for run in band.runs)
         self._before, self._n_places = band.around[0], band.n_key_buckets + sum(band.around)
         # one more position than there are buckets: a query is rotated as a row of the next bucket
         self._rotary = rotary(self._dim, band.window, self._n_places + 1, dtype=self._dtype, like=q)
@@ -73,6 +77,12 @@ class BucketWork:
     def dtype_of(self, run: BucketRun) -> torch.dtype:
         """Return the dtype of a run's products."""
         return self._dtype if run.missing else self._met_in
+
+    def runs(self) -> Iterator[BucketRun]:
+        """Yield the runs of buckets; of equal ones that are not computed, one is counted for all."""
+        for run, times in self._runs.items():
+            with standing_for(times):
+                yield run
 
     def chunks(self, run: BucketRun) -> Iterator[slice | None]:
         """Yield the rows of every bucket of a run that are computed at a time; None for all of them."""
@@ -169,7 +179,7 @@ class BucketWork:
         keys = torch.view_as_real(pairs)
         divisors = torch.linalg.vector_norm(keys, dim=(-2, -1), keepdim=True).clamp_min_(LEAST_NORM)
         keys.div_(divisors)
-        for place, slab in self._slabs(pairs):
+        for place, (slab,) in self._slabs(pairs):
             self._rotary.turn(slab, (place, len(slab)))
         return keys, divisors
 
@@ -178,8 +188,7 @@ class BucketWork:
 
         If the queries are the keys, it is added to their gradient `add_to` instead.
         """
-        slabs = map(self._slabs, (keys, grad, divisors))
-        for (place, key), (_, g), (_, divisor) in zip(*slabs, strict=True):
+        for place, (key, g, divisor) in self._slabs(keys, grad, divisors):
             flat = self._take("rows", *key.shape)
             # keys below the least norm are not normalised, so their norm has no gradient. The gradient along a
             # normalised key vanishes in the division by the norm; rotation preserves inner products, so it may be
@@ -298,14 +307,19 @@ class BucketWork:
             self._cast[name] = x.to(dtype)
         return self._cast[name]
 
-    def _slabs(self, rows: Tensor) -> list[tuple[int, Tensor]]:
-        """Split rows into slabs of a few buckets: the first one's position, and the buckets."""
-        most = self._most
-        if len(rows) <= most:
-            return [(0, rows)]
-        # without values, the second slab needs the same memory as all later ones
-        rows = rows[: 2 * most] if leaves_out_equal(rows) else rows
-        return list(zip(range(0, len(rows), most), torch.split(rows, most), strict=True))
+    def _slabs(self, *tensors: Tensor) -> Iterator[tuple[int, Sequence[Tensor]]]:
+        """Split tensors into slabs of a few buckets: the first one's position, and the buckets of each."""
+        most, n = self._most, len(tensors[0])
+        if n <= most:
+            yield 0, tensors
+            return
+        times = 1
+        if leaves_out_equal(tensors[0]) and n > 2 * most:
+            # without values, the second slab needs the same memory as all later ones
+            times, tensors = -(-n // most) - 1, tuple(x[: 2 * most] for x in tensors)
+        for k, slabs in enumerate(zip(*(torch.split(x, most) for x in tensors), strict=True)):
+            with standing_for(times if k else 1):
+                yield k * most, slabs
 
     def _with_themselves(self, scores: Tensor, run: BucketRun, rows: slice | None) -> Tensor:
         """Return the scores of rows with themselves, [bucket, row]."""
@@ -332,6 +346,10 @@ class BucketWork:
 def of_keys(scores: Tensor, run: BucketRun) -> Tensor:
     """Return the columns of keys, without that of missing rows."""
     return scores[..., : run.near[1]] if run.missing else scores
+
+
+def _shape_of(run: BucketRun) -> tuple[object, ...]:
+    return run.n_buckets, run.own[1], run.near[1], run.outside
 
 
 def part_of(x: Tensor, rows: slice | None) -> Tensor:

@@ -42,6 +42,7 @@ from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.derivatives import first_only
 from lightning_amp.errors import InstallError, ModelError
 from lightning_amp.footprint.equal_parts import leaves_out_equal
+from lightning_amp.footprint.operator_rates import standing_for
 from lightning_amp.footprint.target_device import launches_operators
 from lightning_amp.shapes import OwnCounts, OwnTable, Scalar
 from lightning_amp.techniques.checks.likelihood import likelihood_problem, likelihood_settings
@@ -156,12 +157,14 @@ def _sum(
         if len(runs) == 1:
             totals.append(_zeros(work, index, r, (cast(Tensor, theta), zi), form.least, gradients, others))
             continue
-        width = run.stop - run.start
-        chunk = work.view(3, -1)[:, : cells * width].view(3, cells, width)
-        tables = (log_theta[:, run].exp() if theta is None else theta[:, run], zi[:, run])
-        terms = [t[found.own(k)] for t in others]
-        own = [t[:, run] for t in gradients]
-        totals.append(_zeros(chunk, found.places(k), r[:, run], tables, form.least, own, terms))
+        # the first one is counted for those that are left out
+        with standing_for(len(runs) - 2 if leaves_out_equal(work) and k == 0 and len(runs) > 2 else 1):
+            width = run.stop - run.start
+            chunk = work.view(3, -1)[:, : cells * width].view(3, cells, width)
+            tables = (log_theta[:, run].exp() if theta is None else theta[:, run], zi[:, run])
+            terms = [t[found.own(k)] for t in others]
+            own = [t[:, run] for t in gradients]
+            totals.append(_zeros(chunk, found.places(k), r[:, run], tables, form.least, own, terms))
     if gradients:
         gradients[0].view(-1).index_add_(0, index, others[1])
     return totals[0] if len(totals) == 1 else torch.stack(totals).sum()
