@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_amp.footprint.module_profile import bytes_alive
+
 KEEP, HOST, AGAIN = 0, 1, 2
 WAYS = KEEP, HOST, AGAIN
 COPIES = 128
@@ -213,12 +215,10 @@ class SavedTensors:
     def away(self, which: Sequence[int], gone: Array | int = 0, back: Array | int = 2**62) -> Array:
         """Return [span] the bytes of some storages where they are away; not before `gone`, and not after `back`."""
         _, first = self._spans
-        some, found = np.asarray(which, int), np.zeros(len(first) + 1)
-        ends = np.minimum(self.back[some], back)
-        begins = np.minimum(np.maximum(self.gone[some], gone), ends)
-        np.add.at(found, np.searchsorted(first, begins), self.n_bytes[some])
-        np.add.at(found, np.searchsorted(first, ends), -self.n_bytes[some])
-        return found.cumsum()[:-1]
+        some = np.asarray(which, int)
+        moments = np.maximum(self.gone[some], gone), np.minimum(self.back[some], back)
+        begins, ends = np.searchsorted(first, moments)
+        return bytes_alive(begins, ends - 1, self.n_bytes[some], len(first))
 
     def peak(self, which: Sequence[int], window: float = 0) -> float:
         """Return the most bytes on the device if these storages leave, at most W bytes at once in each direction."""
