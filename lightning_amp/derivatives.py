@@ -1,10 +1,11 @@
 """Raise an error on second derivatives through functions with a hand-written backward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_amp.errors import ModelError
 
@@ -37,3 +38,18 @@ def first_only(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return refusing
 
     return decorate
+
+
+def leaves_behind(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaf tensors that receive a gradient in a backward pass."""
+    nodes, seen = [output.grad_fn for output in outputs], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [other for other, _ in node.next_functions]
+        # only the AccumulateGrad node of a leaf has this attribute
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf

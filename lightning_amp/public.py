@@ -11,7 +11,7 @@ from lightning_amp.costs.ordered_runs import speeds_of_ranks
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import ModelError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
-from lightning_amp.planning.base.plan_request import check_request
+from lightning_amp.planning.base.plan_request import PlanRequest, check_request
 from lightning_amp.planning.modules.plan_module import Counted
 from lightning_amp.planning.plan.plan import Plan
 
@@ -278,19 +278,18 @@ def _of_count(
     device_speeds: Any,
 ) -> Plan:
     """Plan a step by its profile alone."""
-    from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, make_step_plan
+    from lightning_amp.lightning.profiling.make_step_plan import make_step_plan
 
     if decoder := counted.shape.decoder:
         raise PlanError(
             f"cannot plan this module by its profile alone: {decoder.fqn!r} is a decoder of strata, with whose"
             " techniques the step is counted; give both: lightning_amp.plan(module, batch)"
         )
-    given = PlanInputs(
+    given = PlanRequest(
         data=profile_of_module(counted.shape),
         shape=counted.shape,
         rates=counted.seen.rates,
         devices=devices,
-        node_devices=None,
         memory=() if device_memory is None else memory_of_ranks(device_memory, devices),
         memory_named=device_memory is not None,
         policy=policy,

@@ -285,12 +285,18 @@ def bytes_over_time(lives: Sequence[Life], work: Sequence[tuple[str, str]]) -> N
 
 def alive_bytes(lives: Iterable[Life], n_operators: int) -> NDArray[np.int64]:
     """Return the bytes alive at every operator, [operator]."""
-    # bytes created minus bytes released at every operator; the running sum is the bytes alive
-    changes = np.zeros(n_operators + 1, dtype=np.int64)
-    for life in lives:
-        changes[life.birth] += life.n_bytes
-        changes[n_operators if life.death is None else min(life.death + 1, n_operators)] -= life.n_bytes
-    return changes.cumsum()[:n_operators]
+    found = [(life.birth, n_operators if life.death is None else life.death, life.n_bytes) for life in lives]
+    first, last, n_bytes = np.array(found, dtype=np.int64).reshape(-1, 3).T
+    return bytes_alive(first, last, n_bytes, n_operators)
+
+
+def bytes_alive(first: Any, last: Any, n_bytes: Any, length: int) -> NDArray[Any]:
+    """Return the bytes alive at every moment, of storages that live from `first` to `last`, which may be before it."""
+    # bytes created minus bytes released at every moment; the running sum is the bytes alive
+    changes = np.zeros(length + 1, dtype=n_bytes.dtype)
+    np.add.at(changes, np.clip(first, 0, length), n_bytes)
+    np.subtract.at(changes, np.clip(np.maximum(last + 1, first), 0, length), n_bytes)
+    return changes.cumsum()[:length]
 
 
 def _name_kinds(lives: Iterable[Life], work: Sequence[tuple[str, str]]) -> None:

@@ -35,7 +35,6 @@ from lightning_amp.techniques.data.batch_norm import share_batch_statistics
 from lightning_amp.techniques.data.gradient_sync import GradientSync
 from lightning_amp.techniques.data.row import ShareBatchStatistics
 from lightning_amp.techniques.hic.scores import nonzero_counts
-from lightning_amp.techniques.ranks.shards import sizes_of_rank
 from lightning_amp.techniques.table import STAGED, STRATEGIES, beyond_decoder
 
 BEFORE, OUTSIDE, OTHERS = "the weights, optimiser state and batch", "the encoders and the graph", "the other decoders"
@@ -67,27 +66,28 @@ class RankResult:
         return tuple(self.bytes_of_strata.values())
 
 
-def sizes_of_ranks(subject: Subject, plan: Plan) -> list[tuple[object, ...]]:
-    """Return, for each rank of the model axis, what its memory depends on: ranks of equal sizes need equal memory.
-
-    Raises:
-        InstallError: The plan does not fit the module.
-        PlanError: The plan has a technique that is not simulated.
-    """
-    found = []
-    for rank in range(plan.mesh.model):
-        with ExitStack() as undo:
-            _install(subject.module, plan, _mesh(plan, rank), undo)
-            found.append(sizes_of_rank(subject.module))
-    return found
+def refuse_unsimulated(plan: Plan) -> None:
+    """Raise a PlanError for a plan with a technique that is not simulated."""
+    needing = [
+        name for name in plan.strategies if STRATEGIES[name].data_axis or STRATEGIES[name].steps or name == STAGED
+    ]
+    if needing:
+        raise PlanError(
+            f"simulate does not support {', '.join(needing)}: it counts the step of one rank by itself, which sends and"
+            " receives parameters or activations there. `lightning-amp plan` predicts the peak of a rank; or name other"
+            " --strategies"
+        )
 
 
 def count_rank(subject: Subject, plan: Plan, rank: int, *, device_type: str) -> RankResult:
     """Count the second training step of a rank; the module is unchanged.
 
     Raises:
-        As `sizes_of_ranks`; ModelError: the step raises an error.
+        InstallError: The plan does not fit the module.
+        PlanError: As `refuse_unsimulated`.
+        ModelError: The step raises an error.
     """
+    refuse_unsimulated(plan)
     mesh, module, sent = _mesh(plan, rank), subject.module, list[Sent]()
     with ExitStack() as undo:
         undo.enter_context(replacing(nonzero_counts.ASSUMED, share=subject.share, in_counts=True))
@@ -127,15 +127,6 @@ def _mesh(plan: Plan, rank: int) -> DryMesh:
 
 
 def _install(module: LightningModule, plan: Plan, mesh: DryMesh, undo: ExitStack) -> Installed:
-    needing = [
-        name for name in plan.strategies if STRATEGIES[name].data_axis or STRATEGIES[name].steps or name == STAGED
-    ]
-    if needing:
-        raise PlanError(
-            f"simulate does not support {', '.join(needing)}: it counts the step of one rank by itself, which sends and"
-            " receives parameters or activations there. `lightning-amp plan` predicts the peak of a rank; or name other"
-            " --strategies"
-        )
     installed = install(module, plan, mesh)
     undo.callback(installed.undo)
     if any(isinstance(rule.spec, ShareBatchStatistics) for rule in plan.rules):

@@ -9,10 +9,12 @@ from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.model_shape import LATENT_DIM
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.target_device import settings_of
+from lightning_amp.lightning.profiling.step_of_ranks import alike_ranks
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track
-from lightning_amp.simulation.count_rank import RankResult, count_rank, sizes_of_ranks
+from lightning_amp.sharding.splits import DryAxis
+from lightning_amp.simulation.count_rank import RankResult, count_rank, refuse_unsimulated
 from lightning_amp.simulation.models_without_values import Subject, decoder_subject, reference_subject
 from lightning_amp.simulation.parse_shape import ShapeRequest
 from lightning_amp.simulation.plan_of_data import plan_of_data, plan_of_shape
@@ -96,15 +98,17 @@ def simulate_plan(make: Callable[[], Subject], plan: Plan, *, device_type: str =
     Arguments and errors as in `simulate`; also a PlanError if the model axis is too long.
     """
     check_model_axis(plan)
+    refuse_unsimulated(plan)
     with settings_of(device_type):
         subject = make()
         # ranks of the data axis have different cells, but equally many
-        sizes = sizes_of_ranks(subject, plan)
-        # reversed, so that the first rank of each size is kept
-        firsts = sorted({size: rank for rank, size in reversed(list(enumerate(sizes)))}.values())
-        counted = track(firsts, description="simulating", total=len(firsts))
-        done = {sizes[rank]: count_rank(subject, plan, rank, device_type=device_type) for rank in counted}
-    group = [done[size] for size in sizes]
+        axes = [DryAxis(plan.mesh.model, rank) for rank in range(plan.mesh.model)]
+        alike = alike_ranks(subject.module, [rule for rule in plan.rules if rule.strategy != "S1"], axes)
+        done = dict[int, RankResult]()
+        for ranks in track(alike, description="simulating", total=len(alike)):
+            own = [axis.get_local_rank() for axis in ranks]
+            done |= dict.fromkeys(own, count_rank(subject, plan, own[0], device_type=device_type))
+    group = [done[rank] for rank in range(plan.mesh.model)]
     results = tuple(replace(result, rank=i) for i, result in enumerate(group * plan.mesh.data))
     return Simulation(plan=plan, ranks=results)
 

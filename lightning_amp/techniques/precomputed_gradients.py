@@ -15,16 +15,15 @@ of such a child under all its names, and does not restore them.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.func import functional_call
 
 from lightning_amp._torch import add_each, copy_each, scale_each
-from lightning_amp.derivatives import first_only
+from lightning_amp.derivatives import first_only, leaves_behind
 from lightning_amp.errors import InstallError
 from lightning_amp.shapes import Scalar
 
@@ -72,7 +71,7 @@ def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs:
     """
     # by identity: tensors compare by value
     known = {id(tensor) for tensor in inputs}
-    strangers = [found for output in outputs for found in _leaves(output) if id(found) not in known]
+    strangers = [found for found in leaves_behind(outputs) if id(found) not in known]
     if strangers:
         shapes = sorted({tuple(found.shape) for found in strangers})
         raise InstallError(
@@ -166,21 +165,6 @@ def _apart(grad: Tensor | None, seen: set[int]) -> Tensor | None:
     shared = id(storage) in seen or storage.nbytes() != grad.nbytes
     seen.add(id(storage))
     return grad.clone(memory_format=torch.contiguous_format) if shared else grad
-
-
-def _leaves(output: Tensor) -> Iterator[Tensor]:
-    seen: set[Node] = set()
-    found: list[Node | None] = [output.grad_fn]
-    while found:
-        node = found.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        # only the AccumulateGrad node of a leaf has this attribute
-        tensor = getattr(node, "variable", None)
-        if isinstance(tensor, Tensor):
-            yield tensor
-        found += [before for before, _ in node.next_functions]
 
 
 class _Ready(torch.autograd.Function):

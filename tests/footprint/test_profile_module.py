@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torchmetrics import Accuracy, MeanMetric
 import lightning_amp
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.bounded_step import users_line
-from lightning_amp.footprint.module_profile import KINDS, OPTIMISER, PARTS, ModuleProfile
+from lightning_amp.footprint.module_profile import KINDS, OPTIMISER, PARTS, ModuleProfile, bytes_alive
 from lightning_amp.footprint.profile_module import counted_step, profile_module
 from lightning_amp.footprint.run import inner_run
 from lightning_amp.footprint.run.inner_run import EnoughSeen
@@ -125,6 +126,11 @@ class InItsBackward(torch.autograd.Function):
 class RunsAgain(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return InItsBackward.apply(input, self.weight)  # type: ignore[no-untyped-call]
+
+
+def test_what_ends_before_it_begins_takes_nothing() -> None:
+    first, last, n_bytes = np.array([0, 3, -1]), np.array([1, 1, 9]), np.array([5, 7, 1])
+    assert bytes_alive(first, last, n_bytes, 5).tolist() == [6, 6, 1, 1, 1]
 
 
 def test_what_a_backward_pass_runs_inside_belongs_to_its_module() -> None:

@@ -106,6 +106,6 @@ def test_a_file_of_rates_has_the_link_or_none() -> None:
 def test_what_leaves_takes_the_way_out_and_what_comes_the_way_back() -> None:
     seen: Any = SimpleNamespace(rates=replace(DEVICES["A100"], host_link=LINK))
     link = link_of(seen, 5)
-    assert (link.out, link.back, link.window, link.beside) == (20e9, 40e9, 5, True)
+    assert (link.out, link.back, link.window) == (20e9, 40e9, 5)
     # a copy of a CPU is made by the core that computes
-    assert not link_of(SimpleNamespace(rates=CPU_CORE), 0).beside  # type: ignore[arg-type]
+    assert not link_of(SimpleNamespace(rates=CPU_CORE), 5).window  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import lightning_amp
 from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.data.prepare.synthetic import synthesize
-from lightning_amp.errors import AmpError
+from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.equal_parts import leaving_out_equal
 from lightning_amp.footprint.run import inner_run
 from lightning_amp.footprint.run.run_settings import UNDER_AMP
@@ -87,6 +87,12 @@ def test_a_directory_has_the_plan_of_its_fit(data_dir: Path, tmp_path: Path, ran
                     assert planned[name] == pytest.approx(one[name], rel=1e-3)
                     planned[name] = one[name]
             assert planned == one, request
+
+
+def test_named_techniques_of_any_module_are_those_of_a_fit(data_dir: Path) -> None:
+    assert "offload" in offline(data_dir, strategies="S1,offload").strategies
+    with pytest.raises(PlanError, match="Name the dims"):
+        offline(data_dir, devices=2, strategies="sequence")
 
 
 @pytest.mark.parametrize(

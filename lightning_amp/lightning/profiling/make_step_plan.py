@@ -1,100 +1,30 @@
 """Make the plan of a module's training step: the one function for a fit and for a plan without a run."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from math import inf
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
-from lightning_amp.costs.device_rates import Rates
-from lightning_amp.costs.model_shape import ModelShape
 from lightning_amp.costs.profiled_step import ProfiledStep
-from lightning_amp.costs.rule import Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.chain import Chain
-from lightning_amp.lightning.profiling.dry_steps import DrySteps, with_spec
+from lightning_amp.lightning.profiling.dry_steps import with_spec
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.profiling.step_of_ranks import on_top_of
 from lightning_amp.planning.base.base_plan import plan_without_decoder
-from lightning_amp.planning.base.plan_request import plan_request
+from lightning_amp.planning.base.plan_request import PlanRequest
 from lightning_amp.planning.base.rules import with_memory, with_requested, with_speeds
 from lightning_amp.planning.modules.plan_decoder import OnTopOf, plan_decoder, split_by_decoder
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import with_requested_specs, with_strata_by_speed
 from lightning_amp.planning.policies.make_plan import plan_of_decoder
-from lightning_amp.profiling.profile import Profile
 from lightning_amp.techniques.compile.choose import NAME as COMPILE
 from lightning_amp.techniques.compile.choose import UNKNOWN_BYTES, blocks_to_compile
 from lightning_amp.techniques.compile.row import CompileBlock
 from lightning_amp.techniques.data.row import ShareBatchStatistics
-from lightning_amp.techniques.table import STRATEGIES, in_order, rules_in_order
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanInputs:
-    """Everything that decides the plan of a step.
-
-    Attributes:
-        data: Profile of the data.
-        shape: Structure and sizes of the module, with the batch length.
-        rates: Rates of one device, and its links.
-        devices: Ranks on all nodes together.
-        node_devices: Ranks of one node; None means that all are on one.
-        memory: Bytes of tensors on each device, one number if all have the same; empty if they are not known.
-        memory_named: Whether the user set them; if not, requested techniques are applied as much as possible.
-        policy: "auto" or "paper".
-        strategies: Ids of the requested techniques; None leaves them to the policy.
-        model_parallel_size: Ranks of the model axis, those of a requested grid; or "auto".
-        micro_batches: Number of micro-batches of a pipeline; None leaves it open.
-        requested: Requested specs, by technique.
-        speeds: Speeds of the ranks relative to the fastest; empty if they are equal.
-        host_memory: Most bytes of host memory that the policy may take on a rank; None means any.
-        shared_statistics: Whether ranks share batch statistics.
-        steps: Requested technique that replaces the module's steps.
-        compile: Whether blocks are compiled; "auto" if it pays within `steps_of_run`.
-        steps_of_run: Training steps of the run, at most.
-        notes: What the predictions leave out.
-    """
-
-    data: Profile
-    shape: ModelShape
-    rates: Rates
-    devices: int
-    node_devices: int | None
-    memory: tuple[int, ...]
-    memory_named: bool
-    policy: str = "auto"
-    strategies: Sequence[str] | None = None
-    model_parallel_size: int | str = "auto"
-    micro_batches: int | None = None
-    requested: Mapping[str, Spec] = field(default_factory=dict)
-    speeds: tuple[float, ...] = ()
-    host_memory: int | None = None
-    shared_statistics: bool = False
-    steps: DrySteps | None = None
-    compile: Literal["auto"] | bool = False
-    steps_of_run: float = inf
-    notes: tuple[str, ...] = ()
-
-    @cached_property
-    def budget(self) -> int | None:
-        """Bytes of the smallest device; None if they are not known."""
-        return min(self.memory, default=None)
-
-    def on_top_of(self, step: StepOfModule) -> OnTopOf:
-        """Return the function that counts the step with rules of its decoder."""
-        return partial(
-            on_top_of,
-            step,
-            rates=self.rates,
-            requested=self.requested,
-            host_memory=self.host_memory,
-            shared_statistics=self.shared_statistics,
-        )
+from lightning_amp.techniques.table import STRATEGIES, in_order, parse_strategies, rules_in_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +41,7 @@ class StepPlan:
     seen: ProfiledStep | None = None
 
 
-def make_step_plan(given: PlanInputs, step: StepOfModule | None, seen: ProfiledStep | None) -> StepPlan:
+def make_step_plan(given: PlanRequest, step: StepOfModule | None, seen: ProfiledStep | None) -> StepPlan:
     """Plan a step: the techniques of a decoder or a data-parallel plan, and then those of any module.
 
     Args:
@@ -125,8 +55,8 @@ def make_step_plan(given: PlanInputs, step: StepOfModule | None, seen: ProfiledS
         assert step is not None, "it is counted with the decoder's techniques"
         own, named = split_by_decoder(given.strategies, policy=given.policy)
         found, seen = plan_decoder(
-            lambda budget: base_plan(given, own, given.model_parallel_size, steps=given.steps, budget=budget),
-            given.on_top_of(step),
+            lambda budget: base_plan(replace(given, strategies=own, memory=(budget,) if budget else given.memory)),
+            counts_on_top_of(given, step),
             given.shape,
             budget=given.budget,
             named=named,
@@ -138,13 +68,13 @@ def make_step_plan(given: PlanInputs, step: StepOfModule | None, seen: ProfiledS
 
 
 def _without_decoder(
-    given: PlanInputs, step: StepOfModule | None, seen: ProfiledStep | None
+    given: PlanRequest, step: StepOfModule | None, seen: ProfiledStep | None
 ) -> tuple[Plan, StepOfModule | None, ProfiledStep]:
     assert seen is not None, "the step of a module without a decoder is profiled first"
     own, named = split_by_planner(given.strategies, policy=given.policy)
     size, stages = model_axis_size(given.model_parallel_size, own, seen, policy=given.policy)
     found = plan_module(
-        base_plan(given, own, size, steps=given.steps),
+        base_plan(replace(given, strategies=own, model_parallel_size=size)),
         seen,
         named=named,
         budget_named=given.memory_named,
@@ -156,56 +86,50 @@ def _without_decoder(
         found, step = with_split_samples(
             found,
             step,
-            base=lambda name, dry: base_plan(given, ["S1", name], dry.ranks, steps=dry),
+            base=lambda name, dry: base_plan(given.split(name, dry)),
             node_ranks=given.node_devices or given.devices,
             rates=given.rates,
         )
     return found, step, seen
 
 
-def base_plan(
-    given: PlanInputs,
-    strategies: Sequence[str] | None,
-    size: int | str,
-    *,
-    steps: DrySteps | None = None,
-    budget: int | None = None,
-    uncounted: str = "",
-) -> Plan:
+def counts_on_top_of(given: PlanRequest, step: StepOfModule) -> OnTopOf:
+    """Return the function that counts the step with rules of its decoder."""
+    return partial(
+        on_top_of,
+        step,
+        rates=given.rates,
+        requested=given.requested,
+        host_memory=given.host_memory,
+        shared_statistics=given.shared_statistics,
+    )
+
+
+def base_plan(given: PlanRequest, *, uncounted: str = "") -> Plan:
     """Make the plan that needs no count of a step.
 
     Args:
-        strategies: Techniques that need none; None leaves them to the policy.
-        size: Ranks of the model axis.
-        steps: A technique that replaces the module's steps.
-        budget: Bytes of a device instead of those of `given`.
-        uncounted: Why no step could be counted to complete the spec of `steps`.
+        given: With the techniques that need none; None for these leaves them to the policy.
+        uncounted: Why no step could be counted to complete the spec of `given.steps`.
 
     Raises:
         PlanError: The request cannot be planned.
     """
     shape, launches = given.shape, given.rates.launches
-    request = plan_request(
-        given.data,
-        shape,
-        devices=given.devices,
-        device_memory=given.budget if budget is None else budget,
-        policy=given.policy,
-        strategies=None if strategies is None else list(strategies),
-        model_parallel_size=size,
-        rates=given.rates,
-        node_devices=given.node_devices,
-    )
+    if given.strategies is not None:
+        given = replace(given, strategies=parse_strategies(list(given.strategies)))
     if shape.decoder:
-        made = with_requested_specs(plan_of_decoder(request), given.requested, shape, launches=launches)
+        made = with_requested_specs(plan_of_decoder(given), given.requested, shape, launches=launches)
         made = with_strata_by_speed(made, shape, given.speeds)
+        if given.check is not None:
+            given.check(made)
     else:
-        made = with_requested(plan_without_decoder(request), given.requested, shape, launches=launches)
-    made = with_speeds(with_spec(made, steps, uncounted), given.speeds)
+        made = with_requested(plan_without_decoder(given), given.requested, shape, launches=launches)
+    made = with_speeds(with_spec(made, given.steps, uncounted), given.speeds)
     return replace(made, notes=(*made.notes, *given.notes))
 
 
-def with_compiled(plan: Plan, given: PlanInputs, module: nn.Module, chain: Chain | None) -> Plan:
+def with_compiled(plan: Plan, given: PlanRequest, module: nn.Module, chain: Chain | None) -> Plan:
     """Return the plan with the blocks that `compile` asks for.
 
     Args:

@@ -1,10 +1,10 @@
 """Plan any module from one batch, without a run: for `lightning_amp.plan` and for `lightning-amp plan --config`."""
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import psutil
@@ -21,10 +21,11 @@ from lightning_amp.footprint.module_profile import PARAMETERS
 from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
-from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, StepPlan, make_step_plan, with_compiled
+from lightning_amp.lightning.profiling.make_step_plan import StepPlan, make_step_plan, with_compiled
 from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.planning.base.plan_request import PlanRequest
 from lightning_amp.planning.base.rules import without_shared_statistics
 from lightning_amp.planning.modules.on_device import Device, made_for, on_device
 from lightning_amp.planning.plan.plan import Plan
@@ -65,11 +66,20 @@ def plan_of_module(
             " what lightning_amp.profile returns without one"
         )
     rates = rates.on_nodes_of(request.get("node_devices"))
-    return _Planner(module, batch, run_settings, rates, request, options, batch_size).module_plan()
+    return Planner(module, batch, run_settings, rates, request, options, batch_size).module_plan()
 
 
-class _Planner:
-    """Plan the step of one module, on any number of devices and with batches of any length."""
+Sizes = tuple[Profile, ModelShape, list[str]]
+"""Profile of the data, structure of the module, and what a prediction from these leaves out."""
+
+
+class Planner:
+    """Plan the step of one module, on any number of devices and with batches of any length.
+
+    Args:
+        sizes: Data and structure, if they are known; None reads them from the module.
+        check: Gets the plan of a decoder by closed forms, before a step is counted, and may raise.
+    """
 
     def __init__(
         self,
@@ -80,8 +90,12 @@ class _Planner:
         request: Mapping[str, Any],
         options: Mapping[str, Any],
         batch_size: int | None,
+        *,
+        sizes: Sizes | None = None,
+        check: Callable[[Plan], None] | None = None,
     ) -> None:
         self._module, self._batch, self._run_settings, self._rates = module, batch, run_settings, rates
+        self._given_sizes, self._check = sizes, check
         self._request, self._options, self._batch_size = request, options, batch_size
         self._devices, self._size = request["devices"], request["model_parallel_size"]
         self._speeds = speeds_of_ranks(request.get("device_speeds"), self._devices)
@@ -106,16 +120,12 @@ class _Planner:
 
     def module_plan(self) -> ModulePlan:
         """Return the plan on the requested devices, with what answers questions on others."""
-        step = self._step_at(self._batch_size)
-        with self.counting():
-            seen = self._look(step, self._devices)
-            self._sizes = self._sizes_at(seen.profile.batch_size)
-        self._step, self._seen = step, seen
+        seen = self._seen
         self._refuse_unmade_layers()
         if self._steps is not None and STRATEGIES[self._steps.name].data_axis:
             # the number of ranks of its grid, which may have been chosen
             self._size = self._steps.ranks
-        planned = self._made_on(self._devices)
+        planned = self.made_on(self._devices)
         assert planned.step is not None, "it is counted"
         # of a plan that splits samples it is another one
         self._planned_step = planned.step
@@ -132,7 +142,7 @@ class _Planner:
             counting=self.counting,
             named=self._named,
             split=technique_of_steps(made.strategies),
-            on_devices=lambda n: self._made_on(n).plan,
+            on_devices=lambda n: self.made_on(n).plan,
             planned_at=self._planned_at if self._sizes[1].decoder else None,
             unlike=len(self._memory_on(self._devices)) > 1 or bool(self._speeds),
         )
@@ -175,8 +185,21 @@ class _Planner:
             shared_statistics=self._shares and devices > 1,
         )
 
-    def _sizes_at(self, n: int | None) -> tuple[Profile, ModelShape, list[str]]:
-        data, shape, notes = read_shape(
+    @cached_property
+    def _step(self) -> StepOfModule:
+        return self._step_at(self._batch_size)
+
+    @cached_property
+    def _seen(self) -> ProfiledStep:
+        with self.counting():
+            return self._look(self._step, self._devices)
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        return self._given_sizes or self._sizes_at(self._seen.profile.batch_size)
+
+    def _sizes_at(self, n: int | None) -> Sizes:
+        return read_shape(
             self._module,
             self._run_settings.datamodule,
             data_dir=self._options.get("data_dir"),
@@ -184,7 +207,6 @@ class _Planner:
             queries=self._options.get("chunk_queries"),
             rates=self._rates,
         )
-        return data, replace(shape, profiled=not shape.decoder), notes
 
     def _refuse_unmade_layers(self) -> None:
         own = {id(tensor): tensor.nbytes for tensor in (*self._module.parameters(), *self._module.buffers())}
@@ -194,13 +216,11 @@ class _Planner:
                 " these were not called; call them before: module.configure_model()"
             )
 
-    def _inputs(
-        self, n: int, budgets: Sequence[int], sizes: tuple[Profile, ModelShape, list[str]] | None = None
-    ) -> PlanInputs:
+    def _inputs(self, n: int, budgets: Sequence[int], sizes: Sizes | None = None) -> PlanRequest:
         data, shape, notes = sizes or self._sizes
-        return PlanInputs(
+        return PlanRequest(
             data=data,
-            shape=shape,
+            shape=replace(shape, profiled=not shape.decoder),
             rates=self._rates,
             devices=n,
             node_devices=self._request.get("node_devices"),
@@ -217,9 +237,10 @@ class _Planner:
             steps=self._steps,
             compile=self._options.get("compile") or False,
             notes=tuple(notes),
+            check=self._check,
         )
 
-    def _made_on(self, n: int) -> StepPlan:
+    def made_on(self, n: int) -> StepPlan:
         """Plan the step on `n` devices."""
         device = Device.of(self._rates.memory, self._request["device_memory"], n)
         budgets, found = self._memory_on(n), list[StepPlan]()
@@ -235,7 +256,8 @@ class _Planner:
             counted = None
             if not self._sizes[1].decoder:
                 counted = self._seen if n == self._devices else self._look(self._step, n)
-            plan = with_compiled(made_for(made), self._inputs(n, budgets), self._module, self._seen.chain)
+            plan, inputs = made_for(made), self._inputs(n, budgets)
+            plan = with_compiled(plan, inputs, self._module, self._seen.chain if inputs.compile else None)
         return replace(found[-1], plan=replace(plan, notes=(*plan.notes, *self._on_decoders)))
 
     def _profiled_at(self, n: int | None, other: Any = None) -> tuple[StepOfModule, ProfiledStep]:

@@ -42,8 +42,8 @@ def on_top_of(
     """
     step.take_once(rates)
     compared = sorted({rank * (ranks - 1) // (MOST - 1) for rank in range(MOST)}) if ranks > MOST else range(ranks)
-    axes = [None] if ranks == 1 else unlike_ranks(step.module, rules, [DryAxis(ranks, rank) for rank in compared])
-    found = [step.with_decoder(rules, axis) for axis in axes]
+    alike = alike_ranks(step.module, rules, [DryAxis(ranks, rank) for rank in compared]) if ranks > 1 else [[None]]
+    found = [step.with_decoder(rules, axes[0]) for axes in alike]
     if len(found) > 1:
         found.sort(key=lambda one: one.count(()).larger_peak_bytes, reverse=True)
     kept, fullest = found[:KEPT], found[0]
@@ -65,13 +65,13 @@ def on_top_of(
     return replace(seen, notes=tuple(notes)), count
 
 
-def unlike_ranks(module: LightningModule, rules: Sequence[Rule], axes: Sequence[DryAxis]) -> list[DryAxis]:
-    """Return the first rank of each size of shares; the module is unchanged."""
-    found = dict[tuple[object, ...], DryAxis]()
+def alike_ranks(module: LightningModule, rules: Sequence[Rule], axes: Sequence[DryAxis]) -> list[list[DryAxis]]:
+    """Return the ranks with equal sizes of shares, which need equal memory, together; the module is unchanged."""
+    found = dict[tuple[object, ...], list[DryAxis]]()
     for axis in axes:
         installed = install_rules(module, rules_in_order(rules), axis)
         try:
-            found.setdefault(sizes_of_rank(module), axis)
+            found.setdefault(sizes_of_rank(module), []).append(axis)
         finally:
             installed.undo()
     return list(found.values())

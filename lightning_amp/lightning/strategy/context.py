@@ -24,7 +24,7 @@ from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_step, steps_of_run
-from lightning_amp.lightning.profiling.make_step_plan import PlanInputs, without_compiled
+from lightning_amp.lightning.profiling.make_step_plan import without_compiled
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.hardware import allocator_settings, least_budget, measured_speeds, memory_beside
@@ -32,6 +32,7 @@ from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE
+from lightning_amp.planning.base.plan_request import PlanRequest
 from lightning_amp.planning.modules.on_device import OF_DECODER, Device
 from lightning_amp.planning.modules.plan_module import counted_rules
 from lightning_amp.planning.plan.plan import Plan
@@ -177,14 +178,14 @@ class PlanningContext:
             "shared_statistics": self.strategy.world_size > 1 and self.request.share_batch_statistics,
         }
 
-    def inputs(self, strategies: Sequence[str] | None = None, model_ranks: int | None = None) -> PlanInputs:
+    def inputs(self, strategies: Sequence[str] | None = None, model_ranks: int | None = None) -> PlanRequest:
         """Return what decides the plan, with these strategies and ranks of the model axis instead of the requested."""
         request, (data, shape, notes), (rates, note) = self.request, self.read, self.rates
         chosen = request.strategies if strategies is None else strategies
         names = None if chosen is None else parse_strategies(chosen if isinstance(chosen, str) else list(chosen))
         # after a fit whose policy chose a grid, an evaluation has full parameters and no grid
         grid = None if names is None else self.grid_ranks
-        return PlanInputs(
+        return PlanRequest(
             data=data,
             shape=shape,
             rates=rates,

@@ -6,12 +6,11 @@ from functools import partial
 
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
-from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.make_step_plan import (
-    PlanInputs,
     StepPlan,
     base_plan,
+    counts_on_top_of,
     make_step_plan,
     with_compiled,
 )
@@ -22,6 +21,7 @@ from lightning_amp.lightning.strategy.largest_rank import for_largest_rank
 from lightning_amp.lightning.strategy.validation_of_fit import with_validation
 from lightning_amp.planning.base import rules as base_rules
 from lightning_amp.planning.base.base_plan import kept_bytes
+from lightning_amp.planning.base.plan_request import PlanRequest
 from lightning_amp.planning.modules.on_device import made_for, on_device
 from lightning_amp.planning.modules.plan_decoder import predict_decoder_again, split_by_decoder
 from lightning_amp.planning.modules.plan_module import plan_again, split_by_planner
@@ -68,7 +68,7 @@ def resolve_plan(
             found, facts.inputs(), facts.trainer.lightning_module, None if seen is None else seen.chain
         )
 
-    def made_with(made: Callable[[PlanningContext, PlanInputs], StepPlan], less: int) -> Plan:
+    def made_with(made: Callable[[PlanningContext, PlanRequest], StepPlan], less: int) -> Plan:
         fewer = facts.less(less)
         found = made(fewer, fewer.inputs(strategies, model_ranks))
         if facts.counts_decoder:
@@ -100,7 +100,7 @@ def resolve_plan(
     return plan if balance == "auto" else base_rules.with_balance(plan, balance=bool(balance))
 
 
-def _plan_of_module(facts: PlanningContext, given: PlanInputs) -> StepPlan:
+def _plan_of_module(facts: PlanningContext, given: PlanRequest) -> StepPlan:
     seen = facts.profiled[0]
     if seen is not None:
         assert facts.step is not None, "it has been seen"
@@ -110,20 +110,20 @@ def _plan_of_module(facts: PlanningContext, given: PlanInputs) -> StepPlan:
         requested += _without_profile(named or (), facts)
     if facts.evaluation is not None:
         return StepPlan(plan=_of_evaluation(facts, given, facts.evaluation, requested, named))
-    made = _evaluated(_without_step(facts, given, requested), facts, named)
+    made = _evaluated(_without_step(facts, replace(given, strategies=requested)), facts, named)
     return StepPlan(plan=replace(made, uncounted=facts.not_profiled))
 
 
 def _of_evaluation(
     facts: PlanningContext,
-    given: PlanInputs,
+    given: PlanRequest,
     evaluation: EvaluationOfModule,
     asked: Sequence[str] | None,
     named: Sequence[str] | None,
 ) -> Plan:
     """Plan a run that does not train: by the requested technique with its own steps, or in chunks or split samples."""
     steps, (rates, notes) = facts.steps, facts.rates
-    made = partial(_without_step, facts, given, asked)
+    made = partial(_without_step, facts, replace(given, strategies=asked))
     if steps is not None and steps.name in (asked or ()) and not STRATEGIES[steps.name].data_axis:
         try:
             return evaluation.split(steps, made, rates, notes)
@@ -139,14 +139,14 @@ def _of_evaluation(
     return with_split_evaluation(
         whole,
         evaluation,
-        base=lambda name, dry: _without_step(facts, given, ["S1", name], dry),
+        base=lambda name, dry: _without_step(facts, given.split(name, dry)),
         node_ranks=facts.strategy.num_processes,
         rates=rates,
         notes=notes,
     )
 
 
-def _plan_of_decoder(facts: PlanningContext, given: PlanInputs) -> StepPlan:
+def _plan_of_decoder(facts: PlanningContext, given: PlanRequest) -> StepPlan:
     if facts.counts_decoder:
         assert facts.step is not None, "it is counted"
         found = make_step_plan(given, facts.step, None)
@@ -155,16 +155,13 @@ def _plan_of_decoder(facts: PlanningContext, given: PlanInputs) -> StepPlan:
     requested, named = split_by_decoder(given.strategies, policy=given.policy)
     if requested is not None:
         requested += _without_profile(named or (), facts)
-    return StepPlan(plan=_evaluated(_without_step(facts, given, requested), facts, named or None))
+    made = _without_step(facts, replace(given, strategies=requested))
+    return StepPlan(plan=_evaluated(made, facts, named or None))
 
 
-def _without_step(
-    facts: PlanningContext, given: PlanInputs, asked: Sequence[str] | None, split: DrySteps | None = None
-) -> Plan:
-    """Make the plan that needs no count of a step, with these strategies, or with this technique that splits it."""
-    size, steps = (given.model_parallel_size, facts.steps) if split is None else (split.ranks, split)
-    made = base_plan(given, asked, size, steps=steps, uncounted=facts.profiled[1])
-    return base_rules.with_memory(made, facts.memory)
+def _without_step(facts: PlanningContext, given: PlanRequest) -> Plan:
+    """Make the plan that needs no count of a step."""
+    return base_rules.with_memory(base_plan(given, uncounted=facts.profiled[1]), facts.memory)
 
 
 def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
@@ -243,7 +240,7 @@ def _decoder_again(plan: Plan, facts: PlanningContext) -> Plan:
     why = "the step is counted in a fit, before its first plan"
     if facts.counts_decoder and facts.step is not None:
         try:
-            found = predict_decoder_again(plan, facts.inputs().on_top_of(facts.step), facts.read[1])
+            found = predict_decoder_again(plan, counts_on_top_of(facts.inputs(), facts.step), facts.read[1])
         except AmpError as error:
             why = str(error)
         else:

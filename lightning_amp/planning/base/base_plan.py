@@ -25,7 +25,7 @@ def plan_without_decoder(request: PlanRequest) -> Plan:
         PlanError: This number of devices, or a module without a decoder, cannot run the strategies.
     """
     shape = request.shape
-    chosen, notes = data_parallel(request) if request.strategies is None else (request.strategies, [])
+    chosen, notes = data_parallel(request) if request.strategies is None else (tuple(request.strategies), [])
     mesh = choose_mesh(chosen, request)
     if needing := [s for s in chosen if STRATEGIES[s].choice is not None]:
         raise PlanError(
@@ -70,7 +70,7 @@ def plan_of(
         fields: Other fields of the plan, such as those on bytes and seconds.
         notes: Notes that come first, after those on the strategies, and before that on too few cells.
     """
-    diagnosis, shape, node = request.diagnosis, request.shape, request.node_devices
+    diagnosis, shape, node = request.diagnosis, request.shape, request.node
     across = list[str]()
     if node is not None and node % mesh.model:
         across = [
@@ -94,7 +94,7 @@ def plan_of(
             *then,
             *across,
             *last,
-            *too_few_cells(diagnosis.profile, mesh, shape.batch_size),
+            *too_few_cells(request.data, mesh, shape.batch_size),
         ),
         **fields,
     )

@@ -17,7 +17,7 @@ def model_ranks_of(chosen: Collection[str], request: PlanRequest) -> int:
         return request.model_parallel_size
     if not any(STRATEGIES[s].model_axis for s in chosen):
         return 1
-    node = request.node_devices or request.devices
+    node = request.node or request.devices
     most = min(node, *(request.shape.decoder.parts.get(strategy, node) for strategy in chosen))
     return max(n for n in range(1, most + 1) if node % n == 0)
 
@@ -33,7 +33,7 @@ def check_divides(model_parallel_size: int | str | None, devices: int) -> None:
 
 def choose_mesh(chosen: tuple[str, ...], request: PlanRequest) -> MeshShape:
     """Choose the mesh: a node's ranks on the model axis if a strategy requires it, else all ranks on the data axis."""
-    devices, node_devices = request.devices, request.node_devices
+    devices, node_devices = request.devices, request.node
     sharding = [s for s in chosen if STRATEGIES[s].model_axis]
     # a strategy with a grid over both axes may have one rank on the model axis
     must = [s for s in sharding if not STRATEGIES[s].data_axis]
@@ -63,7 +63,7 @@ def choose_mesh(chosen: tuple[str, ...], request: PlanRequest) -> MeshShape:
 
 def _one_model_rank(sharding: list[str], request: PlanRequest) -> tuple[str, str]:
     """Return why the model axis has one rank only, and how to get more."""
-    decoder, node = request.shape.decoder, request.node_devices or request.devices
+    decoder, node = request.shape.decoder, request.node or request.devices
     if request.devices == 1 or request.model_parallel_size != "auto":
         requested = "" if request.model_parallel_size == "auto" else ", model_parallel_size=1"
         return f"that has one rank with devices={request.devices}{requested}", "use two ranks or more"

@@ -1,12 +1,17 @@
-"""Define what a plan is asked for, checked and with the diagnosis of the data, before a step is counted."""
+"""Define the request of a plan, the same for a fit, a plan without a run and closed forms, and check it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+from typing import Any, Literal
 
-from lightning_amp.costs.device_rates import CPU_CORE, Rates
+from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import LARGEST, ModelShape
+from lightning_amp.costs.rule import Spec
 from lightning_amp.diagnosis import Diagnosis, diagnose
 from lightning_amp.errors import PlanError
+from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.table import parse_strategies
@@ -14,26 +19,80 @@ from lightning_amp.techniques.table import parse_strategies
 POLICIES = ("auto", "paper")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """Inputs of a plan that needs no count of a step, as in `plan_request`.
+    """Everything that decides the plan of a step.
 
     Attributes:
-        budget: Bytes of the smallest device; None if they are not known.
-        rates: Rates of one device, with the links between nodes.
-        node_devices: Devices of a node; None if all are on one, also if the node is not full.
-        strategies: Ids of the requested strategies; None leaves them to the policy.
+        data: Profile of the data.
+        shape: Structure and sizes of the module, with the batch length.
+        rates: Rates of one device, and its links.
+        devices: Ranks on all nodes together.
+        node_devices: Ranks of one node, inside which the model axis stays unless `model_parallel_size` is larger; None
+            means that all are on one.
+        memory: Bytes of tensors on each device, one number if all have the same; empty if they are not known.
+        memory_named: Whether the user set them; if not, requested techniques are applied as much as possible.
+        policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
+        strategies: Ids of the requested techniques; None leaves them to the policy.
+        model_parallel_size: Ranks of the model axis, those of a requested grid; or "auto".
+        micro_batches: Number of micro-batches of a pipeline; None leaves it open.
+        requested: Requested specs, by technique.
+        speeds: Speeds of the ranks relative to the fastest; empty if they are equal.
+        host_memory: Most bytes of host memory that the policy may take on a rank; None means any.
+        shared_statistics: Whether ranks share batch statistics.
+        steps: Requested technique that replaces the module's steps, as `DrySteps`.
+        compile: Whether blocks are compiled; "auto" if it pays within `steps_of_run`.
+        steps_of_run: Training steps of the run, at most.
+        notes: What the predictions leave out.
+        check: Gets the plan of a decoder before its step is counted, and may raise; None accepts any.
+
+    Raises:
+        PlanError: An argument is not allowed.
     """
 
-    diagnosis: Diagnosis
+    data: Profile
     shape: ModelShape
-    devices: int
-    budget: int | None
     rates: Rates
-    model_parallel_size: int | str
-    node_devices: int | None
+    devices: int = 1
+    node_devices: int | None = None
+    memory: tuple[int, ...] = ()
+    memory_named: bool = True
     policy: str = "auto"
-    strategies: tuple[str, ...] | None = None
+    strategies: Sequence[str] | None = None
+    model_parallel_size: int | str = "auto"
+    micro_batches: int | None = None
+    requested: Mapping[str, Spec] = field(default_factory=dict)
+    speeds: tuple[float, ...] = ()
+    host_memory: int | None = None
+    shared_statistics: bool = False
+    steps: Any = None
+    compile: Literal["auto"] | bool = False
+    steps_of_run: float = inf
+    notes: tuple[str, ...] = ()
+    check: Callable[[Plan], None] | None = None
+
+    def __post_init__(self) -> None:
+        batch_size, size = self.shape.batch_size, self.model_parallel_size
+        check_request(devices=self.devices, policy=self.policy, batch_size=batch_size, model_parallel_size=size)
+
+    @cached_property
+    def budget(self) -> int | None:
+        """Bytes of the smallest device; None if they are not known."""
+        return min(self.memory, default=None)
+
+    @cached_property
+    def diagnosis(self) -> Diagnosis:
+        """Diagnosis of the data."""
+        return diagnose(self.data)
+
+    @property
+    def node(self) -> int | None:
+        """Ranks of one node if there are several nodes; a node that is not full counts as a single node."""
+        return None if self.node_devices is None or self.node_devices >= self.devices else self.node_devices
+
+    def split(self, name: str, steps: Any) -> "PlanRequest":
+        """Return the request of a technique alone that replaces the module's steps by these."""
+        return replace(self, strategies=("S1", name), model_parallel_size=steps.ranks, steps=steps)
 
     @property
     def chosen_by(self) -> str:
@@ -41,68 +100,16 @@ class PlanRequest:
         return self.policy if self.strategies is None else "strategies"
 
 
-def plan_request(
-    profile: Profile,
-    shape: ModelShape,
-    *,
-    devices: int = 1,
-    device_memory: str | int | Sequence[str | int] | None = None,
-    policy: str = "auto",
-    strategies: str | list[str] | tuple[str, ...] | None = None,
-    model_parallel_size: int | str = "auto",
-    rates: Rates = CPU_CORE,
-    node_devices: int | None = None,
-) -> PlanRequest:
-    """Check a request, and diagnose the data.
-
-    Args:
-        profile: The data.
-        shape: The model, with the cells of a rank.
-        devices: Number of ranks on all nodes together.
-        device_memory: Budget of one device, a number of bytes or a text such as "24GiB"; None means unknown. From a
-            list with one entry per device, the minimum is used.
-        policy: "auto" takes the fastest plan that fits, "paper" AMP's fixed mapping.
-        strategies: Strategies to use instead of the policy's choice; they are checked and predicted as well.
-        model_parallel_size: Ranks of the model axis, or "auto".
-        rates: Rates of one device, to predict times.
-        node_devices: Devices of one node; the model axis stays inside a node unless `model_parallel_size` is larger.
-            None means that all devices are on one node.
-
-    Raises:
-        PlanError: An argument is not allowed.
-    """
-    check_request(
-        devices=devices,
-        device_memory=device_memory,
-        policy=policy,
-        strategies=strategies,
-        batch_size=shape.batch_size,
-        model_parallel_size=model_parallel_size,
-    )
-    return PlanRequest(
-        diagnosis=diagnose(profile),
-        shape=shape,
-        devices=devices,
-        budget=None if device_memory is None else min(memory_of_ranks(device_memory, devices)),
-        rates=rates.on_nodes_of(node_devices),
-        model_parallel_size=model_parallel_size,
-        # a node that is not full counts as a single node
-        node_devices=None if node_devices is None or node_devices >= devices else node_devices,
-        policy=policy,
-        strategies=None if strategies is None else parse_strategies(strategies),
-    )
-
-
 def check_request(
     *,
     devices: int,
-    device_memory: str | int | Sequence[str | int] | None,
     policy: str,
-    strategies: str | list[str] | tuple[str, ...] | None,
     batch_size: int,
     model_parallel_size: int | str,
+    device_memory: str | int | Sequence[str | int] | None = None,
+    strategies: str | list[str] | tuple[str, ...] | None = None,
 ) -> None:
-    """Raise an error for arguments of `plan_request` that are invalid for any data, before data are read.
+    """Raise an error for arguments that are invalid for any data, before data are read.
 
     Raises:
         PlanError: An argument is not allowed.

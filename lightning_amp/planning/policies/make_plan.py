@@ -18,7 +18,7 @@ from lightning_amp.planning.base.base_plan import (
     registered,
 )
 from lightning_amp.planning.base.choose_mesh import check_divides, choose_mesh, model_ranks_of
-from lightning_amp.planning.base.plan_request import PlanRequest, plan_request
+from lightning_amp.planning.base.plan_request import PlanRequest
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.planning.plan.plan import Axes, Candidate, Explanation, Plan
@@ -27,28 +27,44 @@ from lightning_amp.planning.policies.build_rules import decide_balance, rules_of
 from lightning_amp.planning.policies.paper import mapped
 from lightning_amp.planning.time.step_seconds import decoder_seconds, on_device, predicted_times
 from lightning_amp.profiling.profile import Profile
-from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.table import STRATEGIES, conflicts
+from lightning_amp.quantities import format_bytes, format_seconds, memory_of_ranks
+from lightning_amp.techniques.table import STRATEGIES, conflicts, parse_strategies
 
 COMPILED = "the prediction is that of strata that are not compiled: torch's compiler decides what is fused and kept"
 
 
 def plan(
-    profile: Profile, *, batch_size: int = 64, shape: ModelShape | None = None, rates: Rates = CPU_CORE, **asked: Any
+    profile: Profile,
+    *,
+    batch_size: int = 64,
+    shape: ModelShape | None = None,
+    rates: Rates = CPU_CORE,
+    devices: int = 1,
+    device_memory: Any = None,
+    strategies: Any = None,
+    **asked: Any,
 ) -> Plan:
     """Make a plan by closed forms alone.
 
     Args:
         batch_size: Cells per rank and modality.
         shape: The model; None means the reference model with its default sizes.
-        **asked: As of `plan_request`, as are the others.
+        device_memory: Budget of one device, a number of bytes or a text such as "24GiB", or a list of them.
+        **asked: Fields of `PlanRequest`, as are the others.
 
     Raises:
         PlanError: An argument is not allowed, or this number of devices cannot run the strategies.
     """
-    shape = on_device(shape or reference_shape(profile, batch_size=batch_size), rates)
-    request = plan_request(profile, shape, rates=rates, **asked)
-    return plan_of_decoder(request) if shape.decoder else plan_without_decoder(request)
+    request = PlanRequest(
+        data=profile,
+        shape=on_device(shape or reference_shape(profile, batch_size=batch_size), rates),
+        rates=rates.on_nodes_of(asked.get("node_devices")),
+        devices=devices,
+        memory=() if device_memory is None else memory_of_ranks(device_memory, devices),
+        strategies=None if strategies is None else parse_strategies(strategies),
+        **asked,
+    )
+    return plan_of_decoder(request) if request.shape.decoder else plan_without_decoder(request)
 
 
 def plan_of_decoder(request: PlanRequest) -> Plan:
@@ -59,7 +75,7 @@ def plan_of_decoder(request: PlanRequest) -> Plan:
     """
     shape, notes, compared = request.shape, list[str](), tuple[Candidate, ...]()
     if request.strategies is not None:
-        chosen = request.strategies
+        chosen = tuple(request.strategies)
     elif request.policy == "paper":
         chosen, notes = mapped(request)
     else:
@@ -73,7 +89,7 @@ def plan_of_decoder(request: PlanRequest) -> Plan:
             rates=request.rates,
             own=frozenset(own | ({"S1"} if request.devices > 1 else set())),
             model_parallel_size=size if isinstance(size, int) else None,
-            node_devices=request.node_devices,
+            node_devices=request.node,
         )
         if not compared:
             raise PlanError(
@@ -87,7 +103,7 @@ def plan_of_decoder(request: PlanRequest) -> Plan:
     mesh, axes = choose_mesh(chosen, request), Axes.of(chosen)
     _check_decoder(chosen, shape)
     refuse_unsuited(chosen, shape)
-    balance, balance_note = decide_balance(request.diagnosis.profile, mesh, shape.batch_size)
+    balance, balance_note = decide_balance(request.data, mesh, shape.batch_size)
     compiled = [COMPILED] if axes.kernels == "compiled" else []
     return plan_of(
         chosen,

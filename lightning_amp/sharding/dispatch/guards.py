@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from lightning_amp.derivatives import leaves_behind
 from lightning_amp.footprint.live_bytes import tensors_of
 from lightning_amp.holding import replacing
 from lightning_amp.sharding._torch import functorch_utils
@@ -104,7 +105,7 @@ def guarded(axes: Sequence[MeshAxis]) -> Iterator[None]:
         of a replicated input is summed over the ranks; the gradient of a sharded input stays on its rank.
         """
         if kwargs.get("accumulate_grad"):
-            for leaf in inputs or _leaves(outputs):
+            for leaf in inputs or leaves_behind(outputs):
                 # the engine accumulates into `.grad` of such a leaf, where a share and a sum cannot be distinguished;
                 # gradients of parameters are averaged after the backward pass
                 if not isinstance(leaf, Parameter) and not hasattr(leaf, "is_part"):
@@ -161,17 +162,3 @@ def _in_handler(apply: Any) -> bool:
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
-
-
-def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Leaf tensors that receive a gradient in a backward pass."""
-    nodes, seen = [t.grad_fn for t in outputs], set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [other for other, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            yield leaf

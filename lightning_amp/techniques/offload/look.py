@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning_amp._torch import unseen
 from lightning_amp.costs.rule import Rule, changes_of
 from lightning_amp.footprint.live_bytes import Read, moved_bytes
-from lightning_amp.footprint.module_profile import Life, alive_bytes
+from lightning_amp.footprint.module_profile import Life, alive_bytes, bytes_alive
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import counted_step, profile_module
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -164,11 +164,8 @@ def _saved(module: LightningModule, batch: Any, *, rates: OperatorRates, **optio
         if one.back is not None and one.life.death is not None and one.life.death + 1 < one.back
     ]
     number, n_bytes, place, saved_at, gone, back = np.array(rows, int).reshape(-1, 6).T
-    more = np.zeros(n + 1)
-    np.add.at(more, gone, n_bytes)
-    np.add.at(more, back, -n_bytes)
     return SavedTensors(
-        live=live + more.cumsum()[:-1],
+        live=live + bytes_alive(gone, back - 1, n_bytes, n),
         sizes=np.array(moves.candidates),
         clock=clock,
         number=number,

@@ -31,7 +31,7 @@ def link_of(seen: ProfiledStep, window: float) -> Link:
     if rates.launches:
         return Link(out=rates.host.out, back=rates.host.back, window=window)
     # the core that computes reads and writes both
-    return Link(out=rates.memory_bytes / 2, back=rates.memory_bytes / 2, window=window, beside=False)
+    return Link(out=rates.memory_bytes / 2, back=rates.memory_bytes / 2, window=0)
 
 
 class Tiers:

@@ -8,16 +8,19 @@ Each part of what autograd keeps (a tensor, or several that are treated alike) h
     AGAIN    it is freed, and its operators run again when the backward pass asks for it
 
 Copies of a direction run one after the other, beside the computation. As in `Moves`, at most W bytes wait for their
-copy to the host, and at most W bytes come back before anything asks for them; the device waits where more would.
+copy to the host, and at most W bytes come back before anything asks for them; the device waits where more would. Which
+copies are under way thus follows from the order of moments alone (`_copies`), whatever the seconds between them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lightning_amp.footprint.module_profile import bytes_alive
 
 KEEP, HOST, AGAIN = 0, 1, 2
 WAYS = KEEP, HOST, AGAIN
@@ -32,14 +35,85 @@ class Link:
 
     Attributes:
         out, back: Bytes per second of each direction.
-        window: W, bytes.
-        beside: Whether copies run beside the computation, as on a GPU.
+        window: W, bytes; 0 if copies do not run beside the computation.
     """
 
     out: float
     back: float
     window: float
-    beside: bool = True
+
+
+Moments = Iterable[tuple[float, str, int]]
+"""When something is "saved", "needed", or made "again", and its number."""
+
+
+def _copies(moments: Moments, sizes: Sequence[float], window: float) -> Iterator[tuple[float, str, int]]:
+    """Yield when a copy begins ("out", "back") and has to have ended ("gone", "there"); and "again", as it is."""
+    # what waits for its copy, what left, at which place in this order, and what came back
+    queue, left, place, came = dict[int, None](), list[int](), dict[int, int](), set[int]()
+    queued = ahead = 0.0
+    for at, what, i in moments:
+        if what == "again":
+            yield at, what, i
+        elif what == "saved":
+            yield at, "out", i
+            queue[i], place[i] = None, len(place)
+            left.append(i)
+            queued += sizes[i]
+            while queued > window:
+                first = next(iter(queue))
+                del queue[first]
+                queued -= sizes[first]
+                yield at, "gone", first
+        else:
+            # until its copy has ended
+            stays = i in queue
+            if stays:
+                del queue[i]
+                queued -= sizes[i]
+            elif i in came:
+                ahead -= sizes[i]
+            else:
+                yield at, "back", i
+            yield at, "gone" if stays else "there", i
+            came.add(i)
+            for other in reversed(left):
+                if place[other] >= place.get(i, len(place)) or other in came or other in queue:
+                    continue
+                if ahead + sizes[other] > window:
+                    break
+                ahead += sizes[other]
+                came.add(other)
+                yield at, "back", other
+            while left and left[-1] in came:
+                left.pop()
+
+
+def _seconds(moments: Moments, sizes: Sequence[float], link: Link, again: Sequence[float] = ()) -> float:
+    """Return the seconds that a step waits for copies, and for operators that run again."""
+    waited = out_ends = back_ends = 0.0
+    if not link.window:
+        # one after the other, to the last bit: parts that take equally long are chosen in their order
+        for _, what, i in moments:
+            waited += again[i] if what == "again" else sizes[i] / (link.out if what == "saved" else link.back)
+        return waited
+    ends = dict[int, float]()
+    for clock, what, i in _copies(moments, sizes, link.window):
+        if what == "again":
+            waited += again[i]
+        elif what == "out":
+            ends[i] = out_ends = max(out_ends, clock + waited) + sizes[i] / link.out
+        elif what == "back":
+            ends[i] = back_ends = max(back_ends, clock + waited) + sizes[i] / link.back
+        else:
+            waited = max(waited, ends[i] - clock)
+    return waited
+
+
+def _moments(saved: Array, needed: Array, which: Iterable[int]) -> list[tuple[float, str, int]]:
+    # needed before saved at the same time, as of tensors that a backward pass inside the step reads
+    both = ("needed", needed.tolist()), ("saved", saved.tolist())
+    return sorted((at[i], what, i) for what, at in both for i in which)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -76,11 +150,8 @@ class Timeline:
         return found
 
     @cached_property
-    def _events(self) -> list[tuple[float, bool, int]]:
-        # needed before saved at the same time, as of tensors that a backward pass inside the step reads
-        saved = [(float(at), True, i) for i, at in enumerate(self.saved)]
-        needed = [(float(at), False, i) for i, at in enumerate(self.needed)]
-        return sorted(saved + needed)
+    def _moments(self) -> list[tuple[float, str, int]]:
+        return _moments(self.saved, self.needed, range(len(self.part)))
 
     def host_bytes(self, ways: Sequence[int]) -> float:
         """Return the bytes that leave."""
@@ -89,50 +160,15 @@ class Timeline:
 
     def took(self, ways: Sequence[int], link: Link) -> float:
         """Return the seconds of the step; inf if a part that cannot run again should."""
-        waited, sizes, part, ran = 0.0, self.n_bytes.tolist(), self.part.tolist(), set[int]()
-        out_ends = back_ends = queued = ahead = 0.0
-        # the ends of copies that the device has not waited for, storages that left, and when those on their way arrive
-        queue, gone, arrives = dict[int, float](), list[int](), dict[int, float]()
-        for clock, saves, i in self._events:
-            way = ways[part[i]]
-            if way == AGAIN and not saves and part[i] not in ran:
-                ran.add(part[i])
-                waited += float(self.again[part[i]])
-            if way != HOST:
-                continue
-            now, size = clock + waited, sizes[i]
-            if not link.beside:
-                waited += size / (link.out if saves else link.back)
-            elif saves:
-                out_ends = max(out_ends, now) + size / link.out
-                queue[i] = out_ends
-                queued += size
-                gone.append(i)
-                while queued > link.window:
-                    first = next(iter(queue))
-                    queued -= sizes[first]
-                    waited = max(waited, queue.pop(first) - clock)
-            else:
-                if i in queue:
-                    # it is still there, until its copy has ended
-                    queued -= size
-                    arrives[i] = queue.pop(i)
-                elif i in arrives:
-                    ahead -= size
-                else:
-                    arrives[i] = back_ends = max(back_ends, now) + size / link.back
-                waited = max(waited, arrives[i] - clock)
-                now = clock + waited
-                for other in reversed(gone):
-                    if other in arrives or other in queue:
-                        continue
-                    if ahead + sizes[other] > link.window:
-                        break
-                    ahead += sizes[other]
-                    arrives[other] = back_ends = max(back_ends, now) + sizes[other] / link.back
-                while gone and gone[-1] in arrives:
-                    gone.pop()
-        return self.seconds + waited
+        part, ran, moments = self.part.tolist(), set[int](), list[tuple[float, str, int]]()
+        for at, what, i in self._moments:
+            own, way = part[i], ways[part[i]]
+            if way == HOST:
+                moments.append((at, what, i))
+            elif way == AGAIN and what == "needed" and own not in ran:
+                ran.add(own)
+                moments.append((at, "again", own))
+        return self.seconds + _seconds(moments, self.n_bytes.tolist(), link, self.again.tolist())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -179,12 +215,10 @@ class SavedTensors:
     def away(self, which: Sequence[int], gone: Array | int = 0, back: Array | int = 2**62) -> Array:
         """Return [span] the bytes of some storages where they are away; not before `gone`, and not after `back`."""
         _, first = self._spans
-        some, found = np.asarray(which, int), np.zeros(len(first) + 1)
-        ends = np.minimum(self.back[some], back)
-        begins = np.minimum(np.maximum(self.gone[some], gone), ends)
-        np.add.at(found, np.searchsorted(first, begins), self.n_bytes[some])
-        np.add.at(found, np.searchsorted(first, ends), -self.n_bytes[some])
-        return found.cumsum()[:-1]
+        some = np.asarray(which, int)
+        moments = np.maximum(self.gone[some], gone), np.minimum(self.back[some], back)
+        begins, ends = np.searchsorted(first, moments)
+        return bytes_alive(begins, ends - 1, self.n_bytes[some], len(first))
 
     def peak(self, which: Sequence[int], window: float = 0) -> float:
         """Return the most bytes on the device if these storages leave, at most W bytes at once in each direction."""
@@ -193,47 +227,14 @@ class SavedTensors:
 
     def _in_flight(self, which: Sequence[int], window: float) -> tuple[Array, Array]:
         """Return before which moment each of some storages is still on the device, and when it begins to come back."""
-        some, queued, ahead = sorted(which), 0.0, 0.0
-        gone, back = dict.fromkeys(some, 0), dict.fromkeys(some, 2**62)
-        queue, left, came = dict[int, float](), list[int](), set[int]()
-        moments = [(int(self.saved_at[i]), True, i) for i in some] + [(int(self.back[i]), False, i) for i in some]
-        for moment, saves, i in sorted(moments):
-            size = float(self.n_bytes[i])
-            if saves:
-                queue[i] = size
-                queued += size
-                left.append(i)
-                while queued > window:
-                    first = next(iter(queue))
-                    gone[first] = moment + 1
-                    queued -= queue.pop(first)
-                continue
-            if i in queue:
-                # it has never been away
-                queued -= queue.pop(i)
-                gone[i] = moment
-            elif i in came:
-                ahead -= size
-            came.add(i)
-            for other in reversed(left[: left.index(i)]):
-                if other in came or other in queue:
-                    continue
-                if ahead + self.n_bytes[other] > window:
-                    break
-                ahead += float(self.n_bytes[other])
-                back[other] = moment
-                came.add(other)
-        return np.array([gone[i] for i in which], int), np.array([back[i] for i in which], int)
-
-    @property
-    def _saved(self) -> Array:
-        found: Array = self.clock[self.saved_at + 1]
-        return found
-
-    @property
-    def _needed(self) -> Array:
-        found: Array = self.clock[self.back]
-        return found
+        gone, back = np.zeros(len(self.number), int), np.full(len(self.number), 2**62)
+        moments = _moments(self.saved_at, self.back, which)
+        for moment, what, i in _copies(moments, self.n_bytes.tolist(), window):
+            if what == "gone":
+                gone[i] = moment + 1
+            elif what == "back":
+                back[i] = moment
+        return gone[which], back[which]
 
     @property
     def seconds(self) -> float:
@@ -245,6 +246,7 @@ class SavedTensors:
     ) -> Timeline:
         """Return the timeline of groups of storages, whose operators run again in so many seconds."""
         host = np.stack([self.away(group) for group in groups])
+        saved, needed = self.clock[self.saved_at + 1], self.clock[self.back]
         # neighbours of a group are copied together where they are many
         share = np.cumsum(self.n_bytes) * COPIES // max(self.n_bytes.sum(), 1)
         copies = [
@@ -257,23 +259,13 @@ class SavedTensors:
             freed=np.stack([0 * host, host, np.zeros_like(host) if freed_again is None else freed_again]),
             part=np.array([i for i, _ in copies], int),
             n_bytes=np.array([self.n_bytes[some].sum() for _, some in copies]),
-            saved=np.array([self._saved[some].max() for _, some in copies]),
-            needed=np.array([self._needed[some].min() for _, some in copies]),
+            saved=np.array([saved[some].max() for _, some in copies]),
+            needed=np.array([needed[some].min() for _, some in copies]),
             again=np.full(len(groups), np.inf) if again is None else again,
             seconds=self.seconds,
         )
 
     def took(self, which: Collection[int], link: Link) -> float:
         """Return the seconds of the step if these storages leave."""
-        n = len(self.number)
-        line = Timeline(
-            live=self.live[:1],
-            freed=np.zeros((3, n, 1)),
-            part=np.arange(n),
-            n_bytes=self.n_bytes,
-            saved=self._saved,
-            needed=self._needed,
-            again=np.full(n, np.inf),
-            seconds=self.seconds,
-        )
-        return line.took([HOST if i in which else KEEP for i in range(n)], link)
+        moments = _moments(self.clock[self.saved_at + 1], self.clock[self.back], which)
+        return self.seconds + _seconds(moments, self.n_bytes.tolist(), link)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.live_bytes import has_storage, storages_of, tensors_of
+from lightning_amp.footprint.module_profile import bytes_alive
 from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.techniques.replay.choose_cuts import Array, Level, Stretches
 from lightning_amp.techniques.replay.recorded import Operator
@@ -300,11 +301,8 @@ def _at_work(places: Array, made: Array, last: Array, n_bytes: Array) -> Array:
     found = np.zeros((k, k))
     for p in range(k - 1):
         inside = made >= places[p]
-        changes = np.zeros(n + 2)
-        np.add.at(changes, made[inside], n_bytes[inside])
-        np.add.at(changes, np.minimum(last[inside], n) + 1, -n_bytes[inside])
         # bytes made and not read for the last time, up to each operator, and their maximum so far
-        highest = np.maximum.accumulate(changes.cumsum()[places[p] : n])
+        highest = np.maximum.accumulate(bytes_alive(made[inside], last[inside], n_bytes[inside], n)[places[p] :])
         found[p, p + 1 :] = highest[places[p + 1 :] - places[p] - 1]
     return found
 
@@ -319,11 +317,8 @@ def _between(by_place: Array) -> Array:
 
 def _places(made: Array, last: Array, n_bytes: Array, seconds: Array, n: int) -> Array:
     """Return the places with the fewest live bytes, one in each stretch of equal shares of bytes and time."""
-    # bytes made before a place and read at it or later
-    across = np.zeros(n + 2)
-    np.add.at(across, made + 1, n_bytes)
-    np.add.at(across, last + 1, -n_bytes)
-    across = np.cumsum(across)[: n + 1]
+    # made before a place and read at it or later
+    across = bytes_alive(made + 1, last, n_bytes, n + 1)
     share = np.bincount(made, n_bytes, n)[:n]
     share = share / max(share.sum(), 1) + seconds[:n] / max(seconds.sum(), 1e-30)
     window = np.minimum((np.cumsum(share) / share.sum() * PLACES).astype(int), PLACES - 1)

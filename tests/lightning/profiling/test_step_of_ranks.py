@@ -69,7 +69,7 @@ def test_a_budget_is_held_to_the_byte() -> None:
 @pytest.mark.parametrize(("strategy", "unlike"), [("S5", 1), ("S2", 2), ("strata", 2), ("nodes", 2)])
 def test_ranks_with_shares_of_equal_size_are_counted_once(strategy: str, unlike: int) -> None:
     rules = [rule for rule in offline(Case(), strategies=f"S1,{strategy}").rules if rule.strategy == strategy]
-    found = step_of_ranks.unlike_ranks(Run(Case()), rules, [DryAxis(2, rank) for rank in range(2)])
+    found = step_of_ranks.alike_ranks(Run(Case()), rules, [DryAxis(2, rank) for rank in range(2)])
     assert len(found) == unlike
 
 

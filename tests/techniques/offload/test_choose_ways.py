@@ -1,5 +1,6 @@
 """Ways are chosen within a bound, and take within 2 % of the time of the best of all assignments."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -104,7 +105,10 @@ def test_copies_beside_the_computation_take_no_time_and_others_wait() -> None:
     assert line.took([HOST] * 3, slow) == 10.0 + 9.0
     # without a window each is waited for at once
     assert line.took([HOST] * 3, Link(out=10.0, back=10.0, window=0.0)) == 10.0 + 3 + 3
-    assert line.took([HOST] * 3, Link(out=10.0, back=5.0, window=0.0, beside=False)) == 10.0 + 3 + 6
+    assert line.took([HOST] * 3, Link(out=10.0, back=5.0, window=0.0)) == 10.0 + 3 + 6
+    # as `Moves` does: what was saved later does not come back ahead, if it is needed later too
+    turned = replace(line, needed=np.array([6.0, 8.0, 9.5]))
+    assert turned.took([HOST] * 3, Link(out=10.0, back=10.0, window=10.0)) == 10.0 + 1 + 1
 
 
 def test_small_storages_are_left_out_and_the_others_numbered_again() -> None:

@@ -1,8 +1,8 @@
 """Steps whose saved tensors wait on the host are bit by bit those of autograd, and the device's bytes are the counted
 ones; what autograd would refuse is refused."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from lightning_amp.techniques.offload.copies import Copies
 from lightning_amp.techniques.offload.host_pool import Buffer
 from lightning_amp.techniques.offload.moves import Moves
 from lightning_amp.techniques.offload.unseen_writes import UnseenWrites
-from tests.techniques.replay.cases import CASES, DOUBLE, rows, weight
+from tests.techniques.replay.cases import CASES, DOUBLE, equal, rows, trained, weight
 
 LARGE = 2**40
 
@@ -26,28 +26,16 @@ def moves(*, leaves: tuple[int, ...] | None = None, window: int = 0, limit: int 
     return Moves(least_bytes=1, leaves=leaves, window=window, limit=limit)
 
 
-def trained(make: Callable[[], Any], **options: Any) -> tuple[list[Any], list[Moves]]:
-    """Two steps: losses, gradients, weights after two updates, buffers, a random number after them; and the moves."""
-    torch.manual_seed(0)
-    step, parameters, *modules = make()
-    torch.manual_seed(1)
-    losses, used = list[Tensor](), [moves(**options)] if options else []
-    optimizer = torch.optim.Adam(parameters, lr=1e-3)
-    gradients = list[Tensor | None]()
-    for _ in range(2):
-        optimizer.zero_grad()
-        with used[0].step(parameters) if used else nullcontext(), UnseenWrites(used[0]) if used else nullcontext():
-            loss = step()
-        loss.backward()
-        losses.append(loss.detach().clone())
-        gradients += [None if p.grad is None else p.grad.clone() for p in parameters]
-        optimizer.step()
-    buffers = [buffer for module in modules for buffer in module.buffers()]
-    return [*losses, *gradients, *(p.detach() for p in parameters), *buffers, torch.rand(1)], used
+def moved(make: Callable[[], Any], **options: Any) -> tuple[list[Any], Moves]:
+    """What `trained` returns of steps whose tensors wait on the host, and the moves."""
+    used = moves(**options)
 
+    @contextmanager
+    def inside(parameters: Any, first: bool) -> Iterator[None]:
+        with used.step(parameters), UnseenWrites(used):
+            yield
 
-def equal(one: list[Any], other: list[Any]) -> bool:
-    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return trained(make, inside), used
 
 
 def draws() -> tuple[Any, ...]:
@@ -66,19 +54,19 @@ def draws() -> tuple[Any, ...]:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 def test_every_step_is_the_same_whatever_leaves() -> None:
-    wrong, moved = list[str](), 0
+    wrong, n_left = list[str](), 0
     # refused below
     for name, make in {**CASES, "random_numbers": draws}.items():
-        right, _ = trained(make)
+        right = trained(make)
         for options in ({"window": 0}, {"window": 600}, {"window": LARGE}, {"leaves": (0, 1)}, {"leaves": (1, 2, 5)}):
-            found, (used,) = trained(make, **options)
-            moved += len(used.sizes)
+            found, used = moved(make, **options)
+            n_left += len(used.sizes)
             if not equal(right, found):
                 wrong.append(f"{name} {options}")
             if used.pool.n_bytes > sum(used.sizes):
                 wrong.append(f"{name} {options}: {used.pool.n_bytes} bytes on the host for {sum(used.sizes)}")
     assert not wrong
-    assert moved > 300
+    assert n_left > 300
 
 
 def layers() -> tuple[Callable[[Tensor], Tensor], list[nn.Parameter]]:

@@ -1,6 +1,7 @@
 """Steps that are hard to replay: each makes a function that returns a loss, its parameters, and perhaps a module."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,30 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {}
 def case(make: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]]:
     CASES[make.__name__] = make
     return make
+
+
+def trained(
+    make: Callable[[], tuple[Any, ...]], inside: Callable[[Any, bool], Any] = lambda parameters, first: nullcontext()
+) -> list[Any]:
+    """Two steps of a case, `inside` of which its forward passes run: losses, gradients, weights after two updates,
+    buffers, and a random number after them."""
+    torch.manual_seed(0)
+    step, parameters, *modules = make()
+    torch.manual_seed(1)
+    found, optimizer = list[Any](), torch.optim.Adam(parameters, lr=1e-3)
+    for first in (True, False):
+        optimizer.zero_grad()
+        with inside(parameters, first):
+            loss = step()
+        loss.backward()
+        found += [loss.detach().clone(), *(None if p.grad is None else p.grad.clone() for p in parameters)]
+        optimizer.step()
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    return [*found, *(p.detach() for p in parameters), *buffers, torch.rand(1)]
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def weight(*shape: int, seed: int = 3) -> nn.Parameter:

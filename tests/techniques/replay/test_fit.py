@@ -5,7 +5,8 @@ import copy
 import inspect
 import random
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_amp.techniques.replay.segment import Segment
 from lightning_amp.techniques.replay.tape import Tape
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
-from tests.techniques.replay.cases import CASES, rows, weight
+from tests.techniques.replay.cases import CASES, equal, rows, trained, weight
 from tests.techniques.replay.models import MODELS, Points, difference, fit, plain
 
 
@@ -238,49 +239,39 @@ def test_what_is_not_supported_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
 ALL = 10**9
 
 
-def trained(
-    make: Callable[[], Any], ends: Sequence[tuple[int, int]] | None, keeps: Sequence[int] = ()
+def replayed(
+    make: Callable[[], Any], ends: Sequence[tuple[int, int]], keeps: Sequence[int] = ()
 ) -> tuple[list[Any], int]:
-    """Two steps: losses, gradients, buffers and a random number after them; operators of a step."""
-    torch.manual_seed(0)
-    step, parameters, *modules = make()
-    torch.manual_seed(1)
-    losses, n = list[Tensor](), 0
-    for _ in range(2):
-        if ends is None:
-            loss = step()
-        else:
-            # as in a fit, of which the first step is compared
-            with Tape(ends, keeps=keeps, compares=not losses) as tape, tape.hooks():
-                loss = step()
-            n = tape.at
-        loss.backward()
-        losses.append(loss.detach().clone())
-    buffers = [buffer for module in modules for buffer in module.buffers()]
-    return [*losses, *(p.grad for p in parameters), *buffers, torch.rand(1)], n
+    """What `trained` returns of replayed steps, and the operators of a step."""
+    tapes = list[Tape]()
 
+    @contextmanager
+    def inside(parameters: Any, first: bool) -> Iterator[None]:
+        # as in a fit, of which the first step is compared
+        with Tape(ends, keeps=keeps, compares=first) as tape, tape.hooks():
+            tapes.append(tape)
+            yield
 
-def equal(one: list[Any], other: list[Any]) -> bool:
-    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return trained(make, inside), tapes[-1].at
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 def test_every_step_is_the_same_wherever_segments_end() -> None:
     choose, wrong = random.Random(1), list[str]()
     for name, make in CASES.items():
-        plain, _ = trained(make, None)
-        whole, n = trained(make, [(ALL, True)])
+        plain = trained(make)
+        whole, n = replayed(make, [(ALL, True)])
         tries: list[tuple[tuple[int, int], ...]] = [((ALL, True),)]
         for k in (1, 2, 4, 8):
             cuts = sorted(choose.sample(range(1, n + 1), min(k, n)))
             tries.append((*((cut, choose.choice((KEPT, *2 * (AT_ONCE, ONE_BY_ONE)))) for cut in cuts), (ALL, True)))
         tries.append(((ALL, ONE_BY_ONE),))
-        found = (whole if ends == tries[0] else trained(make, ends)[0] for ends in tries)
+        found = (whole if ends == tries[0] else replayed(make, ends)[0] for ends in tries)
         wrong += [f"{name} {ends}" for ends, one in zip(tries, found, strict=True) if not equal(plain, one)]
         for ends in tries[1:]:
             # also the results of operators that draw, write or are views
             keeps = choose.sample(range(n), n // choose.choice((2, 4, 8)))
-            wrong += [f"{name} {ends} {keeps}"] * (not equal(plain, trained(make, ends, keeps)[0]))
+            wrong += [f"{name} {ends} {keeps}"] * (not equal(plain, replayed(make, ends, keeps)[0]))
     assert not wrong
 
 

@@ -30,8 +30,9 @@ from typing import Any
 import numpy as np
 
 from lightning_amp.footprint.chain.passes import Parameter, Passes
+from lightning_amp.footprint.module_profile import bytes_alive
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, most_in_flight
-from lightning_amp.techniques.pipeline.schedule.stage_window import StageWindow, over_time
+from lightning_amp.techniques.pipeline.schedule.stage_window import StageWindow
 
 DRAWS, PRINT = 10_100, 8
 """Bytes of the random state of torch, NumPy and Python, and of the digest that is sent with it for comparison."""
@@ -278,7 +279,7 @@ class _StageWalk:
             return 0
         begin, length = int(times[0]), int(times[-1]) + 1 - int(times[0])
         here = (whole.birth >= begin) & np.isin(whole.n_bytes, [p.n_bytes for p in self._held])
-        return int(over_time(whole.birth[here] - begin, whole.held[here] - begin, whole.n_bytes[here], length).max())
+        return int(bytes_alive(whole.birth[here] - begin, whole.held[here] - begin, whole.n_bytes[here], length).max())
 
     def _stage(self, stage: int) -> StageBytes:
         start, end = self._pipeline.runs[stage]

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from lightning_amp.footprint.chain.passes import Passes
+from lightning_amp.footprint.module_profile import bytes_alive
 
 NEVER = -1
 """Time before the first operator."""
@@ -81,7 +82,7 @@ class StageWindow:
         # received tensors exist from the first operator on
         birth = np.where(before, passes.birth, np.maximum(passes.birth, self._begin))
         first, last = (np.searchsorted(times, t, side="right") - 1 for t in (birth[here], until[here]))
-        return int(over_time(first, last, passes.n_bytes[here], len(times)).max(initial=0))
+        return int(bytes_alive(first, last, passes.n_bytes[here], len(times)).max(initial=0))
 
     def backward(self) -> tuple[int, int]:
         """Peak bytes of the backward pass: with gradients that stay, and with gradients freed once they are added."""
@@ -99,21 +100,12 @@ class StageWindow:
         made = own[passes.birth]
         birth, until = place(passes.birth), np.where(made, passes.held, self._until)
         here = made | self._kept
-        others = over_time(birth[here], place(until[here]), passes.n_bytes[here], length)
+        others = bytes_alive(birth[here], place(until[here]), passes.n_bytes[here], length)
         gradients = passes.gradients[own[passes.gradients[:, 0]]]
         if not len(gradients):
             return int(others.max()), int(others.max())
         born = place(gradients[:, 0])
-        come = over_time(born, np.full(len(gradients), length), gradients[:, 1], length)
+        come = bytes_alive(born, np.full(len(gradients), length), gradients[:, 1], length)
         # a node returns all its gradients together, before any is added
-        brief = over_time(born, place(gradients[:, 3]), gradients[:, 1], length)
+        brief = bytes_alive(born, place(gradients[:, 3]), gradients[:, 1], length)
         return int((others + come).max()), int((others + brief).max())
-
-
-def over_time(birth: Any, until: Any, n_bytes: Any, length: int) -> Any:
-    """Bytes alive at every operator of a window, for storages that live from `birth` to `until`, inclusive."""
-    change = np.zeros(length + 1, dtype=np.int64)
-    alive = until >= 0
-    np.add.at(change, np.clip(birth[alive], 0, length), n_bytes[alive])
-    np.add.at(change, np.clip(until[alive] + 1, 0, length), -n_bytes[alive])
-    return change.cumsum()[:length]
