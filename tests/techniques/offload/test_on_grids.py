@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
+from lightning_amp._torch import unseen
 from tests.any_module import QUIET
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
@@ -38,14 +39,20 @@ class Wide(Trained):
 
 
 class Noted(Offloaded):
-    """Notes the gradients of each step as the rank has them."""
+    """Notes losses and gradients of each step as the rank has them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gradients = list[Tensor]()
+        self.losses, self.gradients = list[float](), list[Tensor]()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        self.losses.append(float(outputs["loss"]))
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.gradients += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        # in memory that the meter does not count
+        with unseen():
+            self.gradients += [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
 def trained(
@@ -61,7 +68,7 @@ def trained(
     trainer = Trainer(**{**QUIET, "accelerator": "cpu", "max_epochs": 1, "callbacks": [meter], **own})
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     found: dict[str, Any] = {
-        "losses": torch.stack(module.losses),
+        "losses": meter.losses,
         "gradients": meter.gradients,
         "state": module.state_dict(),
         "draws": torch.get_rng_state(),
