@@ -75,7 +75,6 @@ class Moves:
         self._least, self._leaves, self._window = least_bytes, leaves, window
         self._copies = Copies()
         self._stays = dict[int, weakref.ref[Any]]()
-        self._counts = False
         self._known: dict[int, Numbered] = {}
         self._step = list[weakref.ref[Left]]()
         # storages whose copy may not have ended, oldest first
@@ -89,9 +88,6 @@ class Moves:
     def step(self, held: Iterable[Tensor]) -> Iterator[None]:
         """Context manager for a training step; storages of the tensors `held` stay."""
         self._settle()
-        held = [*held]
-        # a count runs on fake tensors; in a run, they stand for what another rank has
-        self._counts = any(isinstance(x, FakeTensor) for x in held)
         for left in [*self._queue]:
             self._let_go(left)
         digests, self._digests = self._digests, []
@@ -138,7 +134,7 @@ class Moves:
 
     def _sent(self, x: Tensor) -> Left | None:
         """Return the entry of a tensor's storage, which is copied unless it was before; None if the tensor stays."""
-        if not _may_leave(x) or (isinstance(x, FakeTensor) and not self._counts):
+        if not _may_leave(x):
             return None
         storage = x.untyped_storage()
         key, n_bytes = id(storage), storage.nbytes()

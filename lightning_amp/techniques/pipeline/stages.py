@@ -270,7 +270,11 @@ def _draft(
         peak_bytes=peak,
         more_bytes=more,
         seconds=seconds,
-        targets=(_target(shape, ends, stages), *targets_again(plain, again), *targets_on_host(pipeline, waits)),
+        targets=(
+            _target(shape, ends, stages),
+            *targets_again(plain, again),
+            *targets_on_host(shape.seen, pipeline, waits),
+        ),
         stages=stages,
         held_bytes=max(held_bytes(pipeline, rank, gradients=True) for rank in range(shape.ranks)),
     )

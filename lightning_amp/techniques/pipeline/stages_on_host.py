@@ -14,6 +14,7 @@ from lightning_amp.techniques.offload.row import LEAST_BYTES, NAME, SMALLEST_SHA
 from lightning_amp.techniques.offload.tiers import link_of
 from lightning_amp.techniques.pipeline.schedule.host_bytes import host_bytes
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline
+from lightning_amp.techniques.pipeline.stage_facts import stages_of
 
 ON_HOST = NAME
 OPEN = Offload(least_bytes=0)
@@ -48,7 +49,22 @@ def away(seen: ProfiledStep, spec: Offload, passes: Passes) -> Passes:
     return replace(passes, away=spec.least_bytes, seconds=seconds)
 
 
-def targets_on_host(pipeline: Pipeline, spec: Offload | None) -> tuple[Rule, ...]:
+def smaller(seen: ProfiledStep, spec: Offload, micro_batches: int) -> Passes | None:
+    """Return the passes of micro-batches with fewer samples than the largest; None if all have as many.
+
+    Raises:
+        PlanError: They cannot be counted.
+    """
+    passes, whole = stages_of(seen).passes, stages_of(seen).whole()
+    if passes is None or isinstance(whole, str) or whole.rows % micro_batches == 0:
+        return None
+    found = passes(whole.rows // micro_batches)
+    if isinstance(found, str):
+        raise PlanError(f"pipeline together with {NAME}: {found}; leave one of them out")
+    return away(seen, spec, found)
+
+
+def targets_on_host(seen: ProfiledStep, pipeline: Pipeline, spec: Offload | None) -> tuple[Rule, ...]:
     """Return the rule of a plan, with the bytes of the rank that has most on the host; none without a spec.
 
     Raises:
@@ -56,7 +72,8 @@ def targets_on_host(pipeline: Pipeline, spec: Offload | None) -> tuple[Rule, ...
     """
     if spec is None:
         return ()
-    of_ranks = [host_bytes(pipeline, rank) for rank in range(len(pipeline.orders))]
+    small = smaller(seen, spec, 1 + max(now.micro_batch for now in pipeline.orders[0]))
+    of_ranks = [host_bytes(pipeline, rank, small) for rank in range(len(pipeline.orders))]
     most, moved = (max(numbers) for numbers in zip(*of_ranks, strict=True))
     if spec.host_memory is not None and most > spec.host_memory:
         raise PlanError(

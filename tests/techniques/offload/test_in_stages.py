@@ -25,7 +25,7 @@ from lightning_amp.techniques.pipeline.schedule.host_bytes import host_bytes
 from lightning_amp.techniques.pipeline.schedule.schedules import schedule
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline
 from lightning_amp.techniques.pipeline.stage_facts import stages_of
-from lightning_amp.techniques.pipeline.stages_on_host import away
+from lightning_amp.techniques.pipeline.stages_on_host import away, smaller
 from tests.each import BEFORE_A_RELEASE
 from tests.lightning.pipeline.pipeline_cases import trainer_of
 from tests.lightning.pipeline.test_stage_bytes import Images, Timed, Tower, batches
@@ -42,8 +42,10 @@ class Drops(Timed):
             return F.dropout(super().forward(x, when).relu(), 0.2)
 
 
-BOTH, MICRO_BATCHES = "pipeline,offload", 4
+BOTH = "pipeline,offload"
 Kind = type[pl.LightningModule]
+Case = tuple[Kind, str, int]
+"""A module, a schedule, and a number of micro-batches: three of eight samples are unequal."""
 
 
 def trained(kind: Kind, rank: tuple[int, int] | None, **options: Any) -> dict[str, Any]:
@@ -64,11 +66,11 @@ def trained(kind: Kind, rank: tuple[int, int] | None, **options: Any) -> dict[st
     }
 
 
-def in_stages(rank: int, ranks: int, cases: list[tuple[Kind, str]]) -> list[list[dict[str, Any]]]:
+def in_stages(rank: int, ranks: int, cases: list[Case]) -> list[list[dict[str, Any]]]:
     """Each case without `offload` and with it; the first one also by the plan's JSON."""
     found = list[list[dict[str, Any]]]()
-    for kind, order in cases:
-        options = {"micro_batches": MICRO_BATCHES, "model_parallel_size": ranks, "schedule": order}
+    for kind, order, n in cases:
+        options = {"micro_batches": n, "model_parallel_size": ranks, "schedule": order}
         runs = [trained(kind, (rank, ranks), strategies=names, **options) for names in ("pipeline", BOTH)]
         if not found:
             runs.append(trained(kind, (rank, ranks), plan=Plan.from_json(runs[1]["plan"])))
@@ -83,18 +85,19 @@ def on_hosts(kind: Kind, plan: Plan, ranks: int) -> list[tuple[int, int]]:
     seen = StepOfModule(module, lambda: batch, run_settings=BY_ITSELF).profiled(CPU_CORE)
     passes, waits = stages_of(seen).passes, spec_of(plan)
     assert passes is not None
-    part, whole = passes(len(batch) // MICRO_BATCHES), passes(None)
+    spec = stages(plan)
+    part, whole = passes(-(-len(batch) // spec.micro_batches)), passes(None)
     assert not isinstance(part, str)
     assert not isinstance(whole, str)
-    spec = stages(plan)
     pipeline = Pipeline(
         part=away(seen, waits, part),
         whole=away(seen, waits, whole),
         ends=tuple(map(int, spec.ends.split(","))),
-        orders=schedule(spec.schedule, ranks, MICRO_BATCHES, stages_per_device=spec.stages_per_rank),
+        orders=schedule(spec.schedule, ranks, spec.micro_batches, stages_per_device=spec.stages_per_rank),
         at_once=spec.schedule == "gpipe",
     )
-    found = [host_bytes(pipeline, rank) for rank in range(ranks)]
+    small = smaller(seen, waits, spec.micro_batches)
+    found = [host_bytes(pipeline, rank, small) for rank in range(ranks)]
     assert (waits.host_bytes, waits.moved_bytes) == tuple(map(max, zip(*found, strict=True)))
     return found
 
@@ -105,15 +108,16 @@ def stages(plan: Plan) -> PipelineStages:
 
 
 ORDERS = "gpipe", "1f1b", "interleaved"
-EVERY: list[tuple[Kind, str]] = [*product((Tower, Timed, Drops), ORDERS), *product((Images,), ORDERS[:2])]
+FEW: list[Case] = [(Tower, "gpipe", 3), (Timed, "1f1b", 4), (Drops, "interleaved", 4)]
+EVERY: list[Case] = [*product((Tower, Timed, Drops), ORDERS, [4]), *product((Images,), ORDERS[:2], [4])]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("cases", [
-    pytest.param([(Tower, "gpipe"), (Timed, "1f1b"), (Drops, "interleaved")], id="few"),
+    pytest.param(FEW, id="few"),
     pytest.param(EVERY, id="every", marks=BEFORE_A_RELEASE),
 ])  # fmt: skip
-def test_what_stages_keep_may_leave(tmp_path: Path, cases: list[tuple[Kind, str]]) -> None:
+def test_what_stages_keep_may_leave(tmp_path: Path, cases: list[Case]) -> None:
     """Bit by bit as without `offload`, at the predicted bytes; without random numbers as one process."""
     ranks = run_ranks(in_stages, 2, tmp_path, cases, timeout=300)
     for n, case in enumerate(cases):
