@@ -133,7 +133,7 @@ def test_what_stages_keep_may_leave(tmp_path: Path, cases: list[Case]) -> None:
                 for key in ("state", "losses", "draws", *same):
                     torch.testing.assert_close(one[key], without[key], rtol=0, atol=0)
                 assert one["host"] == predicted[rank], case
-                assert one["peak"] == pytest.approx(plan.stages[rank].peak_bytes, rel=0.02, abs=2**14), case
+                assert one["peak"] == pytest.approx(plan.stages[rank].peak_bytes, rel=0.03, abs=2**14), case
             assert not same or both[0]["peak"] < 0.8 * without["peak"], case
     right = trained(Tower, None)
     torch.testing.assert_close(ranks[0][0][1]["losses"], right["losses"], rtol=1e-10, atol=0)
