@@ -2,18 +2,21 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_amp._torch import is_compiled
 from lightning_amp.errors import InstallError
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Steps of a LightningModule, which techniques replace."""
+Step = Callable[..., Any]
+AroundCalls = Callable[[Iterable[Tensor], Step], AbstractContextManager[Step]]
+"""(tensors that stay as they are, step) -> context manager for several calls of the step that it returns."""
 
 
 def put_methods(module: nn.Module, changed: Mapping[str, Any]) -> Callable[[], None]:
@@ -60,6 +63,12 @@ def method_of(module: nn.Module, name: str) -> Callable[..., Any]:
         run.__signature__ = own.replace(parameters=[module_first, *own.parameters.values()])  # type: ignore[attr-defined]
         return run
     found: Callable[..., Any] = getattr(type(module), name) if put is None else put.__func__
+    return found
+
+
+def around_calls_of(method: Any) -> AroundCalls | None:
+    """Return what a replaced step runs around the module's own, if it may be called several times inside."""
+    found: AroundCalls | None = getattr(method, "around_calls", None)
     return found
 
 

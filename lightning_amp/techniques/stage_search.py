@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
-from lightning_amp.costs.rule import Rule
+from lightning_amp.costs.rule import Rule, Spec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +17,7 @@ class StageOptions:
         micro_batches, schedule: As in AMPStrategy.
         ends: One past the last block of every stage.
         again: Patterns of blocks to recompute; if None, as few as are needed to fit.
+        host: Spec of what waits in host memory; None if nothing does.
         speeds: Speed of every rank relative to the fastest; empty if all are equal.
         memory: Bytes of every rank; with one number or none, all ranks have the budget.
     """
@@ -26,6 +27,7 @@ class StageOptions:
     schedule: str | None = None
     ends: tuple[int, ...] | None = None
     again: tuple[str, ...] | None = None
+    host: Spec | None = None
     speeds: tuple[float, ...] = ()
     memory: tuple[int, ...] = ()
 

@@ -148,7 +148,7 @@ class Technique:
             next, and changes neither parameters nor optimizers.
         registered: Whether it was added by `register_technique`.
         steps: What replaces a LightningModule's steps; None if it replaces none.
-        works_in_any_steps: Whether it works with all techniques with `steps`, because it does not change steps.
+        works_in_any_steps: Whether it works with all techniques with `steps`: it changes no steps, or any.
         shape_after: For a registered technique: (shape of the model, ranks of the model axis) -> shape for the memory
             model; None leaves its savings out.
     """

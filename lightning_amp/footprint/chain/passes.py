@@ -63,13 +63,14 @@ class Passes:
         sent_bytes: Bytes of the tensors that each block returns, [K].
         returned: Storages that the last segment makes and the step returns.
         uses: Storages that autograd keeps: storage, segment that keeps it, last operator at which it is kept, operator
-            that made the node that reads it (-1 if none does), [use, 4].
+            that made the node that reads it, first operator of that node (-1 if none does), [use, 5].
         gradients: Gradients: operator, bytes, segment whose backward pass makes it, and the last operator at which its
             node has not returned it, [gradient, 4]. A node returns all of its gradients together: a node that runs in
             chunks holds those of its inputs and parameters from its first chunk to its last.
         parameters: All parameters.
         buffer_bytes, batch_bytes: Bytes of buffers, and of the batch.
         frees_gradients: Whether the last step's gradients are freed before this step.
+        away: Bytes from which a storage that autograd keeps leaves for the host; None if all stay.
         draws: Why the batch cannot be cut into micro-batches; "" if no reason was detected.
     """
 
@@ -97,6 +98,7 @@ class Passes:
     buffer_bytes: int
     batch_bytes: int
     frees_gradients: bool = False
+    away: int | None = None
     draws: str = ""
 
     def at(self, other: "Passes", rows: int) -> "Passes | None":
@@ -283,7 +285,7 @@ class _Cut:
             outputs=tuple(self._places(call.outputs) for call in self._calls),
             sent_bytes=tuple(call.output_bytes for call in self._calls),
             returned=self._places([life for life in step.returned if life.birth >= self._first[-2]]),
-            uses=np.array(list(self._uses()), dtype=np.int64).reshape(-1, 4),
+            uses=np.array(list(self._uses()), dtype=np.int64).reshape(-1, 5),
             gradients=np.array(
                 [
                     # returned with the last operator of its node, and at least one operator later
@@ -361,7 +363,8 @@ class _Cut:
                 # an operator's inputs are saved before it is counted, so the block is more precise than the position
                 own = places.get(use.call, int(np.searchsorted(ends, use.start, side="right")))
                 maker = -1 if use.order < 0 else self._maker(use.order)
-                yield self._place[id(use.life)], own, self._last if use.end is None else use.end, maker
+                end, read = self._last if use.end is None else use.end, -1 if use.read is None else use.read
+                yield self._place[id(use.life)], own, end, maker, read
 
     def _parameters(self, kinds: dict[str, dict[str, Any]]) -> Any:
         state: dict[str, int] = {}

@@ -197,7 +197,7 @@ def _not_with_stages(request: Request, trainer: pl.Trainer, rules: Iterable[Rule
             yield type(callback).__name__, why
     for rule in rules:
         # stages support techniques that change no layers, and techniques of blocks
-        if rule.strategy != STAGED and not isinstance(rule.spec, LEAVES_LAYERS) and not is_of_block(rule):
+        if rule.strategy != STAGED and not STRATEGIES[rule.strategy].works_in_any_steps and not is_of_block(rule):
             yield rule.strategy, "it was not tried inside of stages: leave it out"
     for hook in SEE_GRADIENTS:
         code = getattr(getattr(type(trainer.lightning_module), hook), "__code__", None)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import counter_of, version_of
+from lightning_amp.sharding.sharded_tensor import ShardedTensor
 from lightning_amp.techniques.offload.host_pool import Buffer
 
 
@@ -17,8 +18,9 @@ class Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, x: Tensor) -> None:
-        # without its node, to which the node's saved tensor would refer
-        self.tensor, self.version = x.detach(), version_of(x)
+        # without its node, to which the node's saved tensor would refer. A sharded tensor has the node in its part: a
+        # checkpoint that saves it computes its block again from there
+        self.tensor, self.version = x if isinstance(x, ShardedTensor) else x.detach(), version_of(x)
 
 
 class Version:

@@ -1,12 +1,13 @@
 """Install `offload` around the training step of a LightningModule."""
 
-from contextlib import nullcontext
-from functools import wraps
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.techniques.contract.change import Change
@@ -14,7 +15,7 @@ from lightning_amp.techniques.host_memory.limit import free_bytes
 from lightning_amp.techniques.offload.moves import Moves
 from lightning_amp.techniques.offload.row import NAME, Offload
 from lightning_amp.techniques.offload.unseen_writes import UnseenWrites
-from lightning_amp.techniques.put_methods import method_of, refuse_unseen
+from lightning_amp.techniques.put_methods import Step, method_of, refuse_unseen
 
 
 def install(module: nn.Module, spec: Offload, mesh: object) -> Change:
@@ -24,15 +25,23 @@ def install(module: nn.Module, spec: Offload, mesh: object) -> Change:
     moves = Moves(least_bytes=spec.least_bytes, leaves=spec.numbers, window=spec.window, limit=limit)
     step, first = method_of(module, "training_step"), iter((True,))
 
+    @contextmanager
+    def around(held: Iterable[Tensor], step: Step) -> Iterator[Step]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            moves.hold(tensors_in((args, kwargs)))
+            return step(*args, **kwargs)
+
+        with moves.step(held), UnseenWrites(moves) if next(first, False) else nullcontext():
+            yield call
+
     @wraps(step)
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return step(module, *args, **kwargs)
-        held = [*module.parameters(), *module.buffers(), *tensors_in((args, kwargs))]
-        with moves.step(held), UnseenWrites(moves) if next(first, False) else nullcontext():
-            return step(module, *args, **kwargs)
+        with around([*module.parameters(), *module.buffers()], partial(step, module)) as call:
+            return call(*args, **kwargs)
 
-    run.moves = moves  # type: ignore[attr-defined]
+    run.moves, run.around_calls = moves, around  # type: ignore[attr-defined]
     return Change({}, methods={"training_step": run})
 
 

@@ -74,7 +74,7 @@ class Moves:
         self.watcher: Watcher | None = None
         self._least, self._leaves, self._window = least_bytes, leaves, window
         self._copies = Copies()
-        self._stays: set[int] = set()
+        self._stays = dict[int, weakref.ref[Any]]()
         self._known: dict[int, Numbered] = {}
         self._step = list[weakref.ref[Left]]()
         # storages whose copy may not have ended, oldest first
@@ -95,13 +95,17 @@ class Moves:
             self._compares = False
             if not self._copies.same(digests):
                 raise ModelError(DAMAGED)
-        self._stays = {id(storage) for _, storage in storages_of(held)}
+        self.hold(held)
         self._known, self._step, self.candidates, self.sizes, self.came_bytes = {}, [], [], [], 0
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
-            self._stays, self._known = set(), {}
+            self._stays, self._known = {}, {}
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Let the storages of some tensors stay in this step."""
+        self._stays.update((id(storage), weakref.ref(storage)) for _, storage in storages_of(tensors))
 
     def left_of(self, x: Tensor) -> Left | None:
         """Return the entry of a tensor's storage if it was copied in this step."""
@@ -134,7 +138,8 @@ class Moves:
             return None
         storage = x.untyped_storage()
         key, n_bytes = id(storage), storage.nbytes()
-        if n_bytes < self._least or not n_bytes or key in self._stays:
+        stays = self._stays.get(key)
+        if n_bytes < self._least or not n_bytes or (stays is not None and stays() is storage):
             return None
         known = self._known.get(key)
         if known is not None and known.here() is storage and not shares_version(known.watched.counter, x):
@@ -272,4 +277,5 @@ def _bits(x: Tensor) -> Tensor:
 def _may_leave(x: Tensor) -> bool:
     """Whether a tensor is described by its storage, dtype, size, stride and offset, and is no parameter."""
     # parameters that `fully_shard` gathers are made anew in every step
-    return is_plain(x) and not isinstance(whole_of(x), torch.nn.Parameter) and not x.is_inference()
+    of_parameter = isinstance(whole_of(x), torch.nn.Parameter)
+    return is_plain(x) and not x.is_meta and not of_parameter and not x.is_inference()

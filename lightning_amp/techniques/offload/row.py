@@ -247,6 +247,7 @@ ROW = Technique(
     title="activations on the host",
     shrinks="what autograd keeps between the passes, which waits in host memory",
     between_batches=True,
+    works_in_any_steps=True,
     specs=(Offload,),
     installers={Offload: Installer("lightning_amp.techniques.offload.install:install")},
     conflicts={

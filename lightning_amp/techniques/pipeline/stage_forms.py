@@ -25,8 +25,11 @@ from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.pipeline.row import PipelineStages
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rank_peak
+from lightning_amp.techniques.pipeline.stages_on_host import ON_HOST, OPEN, decided_in
 from lightning_amp.techniques.recompute.row import RecomputeBlock
 from lightning_amp.techniques.stage_search import StageOptions
+
+AGAIN = "recompute"
 
 
 def decided(spec: PipelineStages, rules: Sequence[Rule]) -> StageOptions:
@@ -36,6 +39,7 @@ def decided(spec: PipelineStages, rules: Sequence[Rule]) -> StageOptions:
         schedule=spec.schedule,
         ends=tuple(int(end) for end in spec.ends.split(",")) if spec.ends else None,
         again=tuple(rule.fqn for rule in rules if isinstance(rule.spec, RecomputeBlock)),
+        host=decided_in(rules),
     )
 
 
@@ -45,16 +49,20 @@ def with_named(options: StageOptions, names: Collection[str], *, budget_named: b
     Raises:
         PlanError: One of them cannot be combined with a pipeline.
     """
-    others = [name for name in names if name != "recompute"]
+    others = [name for name in names if name not in (AGAIN, ON_HOST)] or (names if len(names) > 1 else ())
     if others:
-        raise PlanError(f"pipeline together with {', '.join(others)} is not supported: leave one of them out")
+        raise PlanError(
+            f"pipeline together with {' and '.join(others)} is not supported; allowed is one of {AGAIN} and {ON_HOST}:"
+            " leave the others out"
+        )
     # with a user's budget, as few as are needed
-    return replace(options, again=() if "recompute" not in names else None if budget_named else ("*",))
+    again = () if AGAIN not in names else None if budget_named else ("*",)
+    return replace(options, again=again, host=OPEN if ON_HOST in names else None)
 
 
 def asked_inside(options: StageOptions) -> str:
     """Return a technique that is required inside stages; "" if there is none."""
-    return "recompute" if options.again != () else ""
+    return AGAIN if options.again != () else ON_HOST if options.host is not None else ""
 
 
 def repeatable(seen: ProfiledStep, passes: Passes, patterns: Collection[str] = ("*",)) -> tuple[int, ...]:
@@ -88,7 +96,7 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
     maker = np.full(total, -1)
     maker[places] = passes.maker
     uses, gradients = passes.uses.copy(), passes.gradients.copy()
-    uses[:, 2], gradients[:, [0, 3]] = later(uses[:, 2]), later(gradients[:, [0, 3]])
+    uses[:, [2, 4]], gradients[:, [0, 3]] = later(uses[:, [2, 4]]), later(gradients[:, [0, 3]])
     births, ends, sizes = [later(passes.birth)], [later(passes.held)], [passes.n_bytes]
     for (_, i), start in zip(listed, starts + added[:-1], strict=True):
         begin, end = int(passes.called[i]), int(passes.first[i + 1])
@@ -105,7 +113,7 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
         sizes.append(passes.n_bytes[own])
         # inputs of the block are kept for the second pass, until its backward pass ends
         last = int(places[back[i][-1]])
-        given = np.array([(n, i, last, -1) for n in passes.inputs[i]], dtype=np.int64).reshape(-1, 4)
+        given = np.array([(n, i, last, -1, start) for n in passes.inputs[i]], dtype=np.int64).reshape(-1, 5)
         uses = np.concatenate([uses[~of_own], given])
     copies = sum(map(len, sizes[1:]))
     return replace(
@@ -147,7 +155,7 @@ def targets_again(part: Passes, blocks: Sequence[int]) -> tuple[Rule, ...]:
     of_all = f"{len(blocks)} of {len(part.names)} blocks are computed again"
     return tuple(
         Rule(
-            strategy="recompute",
+            strategy=AGAIN,
             fqn=part.names[i],
             spec=RecomputeBlock(),
             why=f"{of_all}, this one keeps {format_bytes(saved_bytes(part, i))} less of every micro-batch and takes"

@@ -27,7 +27,7 @@ from math import inf
 from lightning_amp.costs.device_rates import collective_seconds
 from lightning_amp.costs.ordered_runs import speeds_of_model
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep, Stage
-from lightning_amp.costs.rule import Rule
+from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes, format_seconds
@@ -44,6 +44,7 @@ from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_ro
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, filled, held_bytes, layer_bytes, rank_peaks
 from lightning_amp.techniques.pipeline.stage_facts import stages_of
 from lightning_amp.techniques.pipeline.stage_forms import computed_again, fewest_again, repeatable, targets_again
+from lightning_amp.techniques.pipeline.stages_on_host import away, chosen, targets_on_host
 from lightning_amp.techniques.stage_search import StageOptions
 
 SAFE = "gpipe"
@@ -221,7 +222,7 @@ def _drafts(shape: _Shape, part: Passes, options: StageOptions) -> Iterator[Draf
     """Yield drafts with the requested recomputed blocks; if left open, with none, and with as few as are needed."""
     again = repeatable(shape.seen, part, ("*",) if options.again is None else options.again)
     if options.again is not None:
-        yield _draft(shape, part, ends=options.ends, again=again)
+        yield _draft(shape, part, ends=options.ends, again=again, host=options.host)
         return
     yield _draft(shape, part, ends=options.ends)
     if shape.budget is None or not again:
@@ -241,9 +242,15 @@ def _likely_ends(shape: _Shape, part: Passes, least: Passes, options: StageOptio
     return sorted({fastest, _cut(shape, least, shape.seconds(least))})
 
 
-def _draft(shape: _Shape, plain: Passes, *, ends: tuple[int, ...] | None, again: tuple[int, ...] = ()) -> Draft:
+def _draft(
+    shape: _Shape, plain: Passes, *, ends: tuple[int, ...] | None, again: tuple[int, ...] = (), host: Spec | None = None
+) -> Draft:
     """Cut the blocks if `ends` is None, and predict seconds and peaks."""
     part = computed_again(plain, again)
+    waits = None if host is None else chosen(shape.seen, host, part)
+    if waits is not None:
+        part, whole = (away(shape.seen, waits, passes) for passes in (part, shape.whole))
+        shape = replace(shape, whole=whole)
     layers = shape.seconds(part)
     if ends is None:
         ends = _cut(shape, part, layers)
@@ -263,7 +270,11 @@ def _draft(shape: _Shape, plain: Passes, *, ends: tuple[int, ...] | None, again:
         peak_bytes=peak,
         more_bytes=more,
         seconds=seconds,
-        targets=(_target(shape, ends, stages), *targets_again(plain, again)),
+        targets=(
+            _target(shape, ends, stages),
+            *targets_again(plain, again),
+            *targets_on_host(shape.seen, pipeline, waits),
+        ),
         stages=stages,
         held_bytes=max(held_bytes(pipeline, rank, gradients=True) for rank in range(shape.ranks)),
     )

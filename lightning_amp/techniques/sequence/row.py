@@ -82,7 +82,7 @@ ROW = Technique(
     model_axis=True,
     steps=OwnSteps(
         module="lightning_amp.techniques.sequence.install",
-        works_with=("fsdp", "offload"),
+        works_with=("fsdp",),
         not_with={
             "tensor3d": "z of a grid splits samples: leave 'sequence' out, and give strategies='tensor3d' with"
             " sequence_dim, such as {'ids': 1, 'labels': 1}"

@@ -25,20 +25,21 @@ from lightning_amp.techniques.tensor3d.grid import Grid
 from lightning_amp.techniques.tensor3d.layouts import largest_rank
 from lightning_amp.techniques.tensor3d.reads_elsewhere import refuse_aliases, watch_hooks
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
-from lightning_amp.techniques.tensor3d.units import GridUnits
+from lightning_amp.techniques.tensor3d.units import GridUnits, steps_of
 
 _GRIDS: dict[Any, Grid] = {}
 """Grids by the ranks of the run; cached, because process groups are never freed."""
 
 
 def install(module: LightningModule, spec: TensorParallel3D, mesh: DeviceMesh | MeshAxis) -> dict[str, Any]:
-    """Return overrides of the module's methods for a dry run; {} in a run, where `split_parameters` is called later.
+    """Return overrides of the module's methods for a dry run, or of its steps for a run.
 
-    In a run, optimisers are created from full parameters. Raises an InstallError for modules that are not supported.
+    In a run, optimisers are created from full parameters, and `split_parameters` makes the units later. Raises an
+    InstallError for modules that are not supported.
     """
     refuse(module)
     if not isinstance(mesh, MeshAxis):
-        return {}
+        return steps_of(module)
     largest = [largest_rank(spec.layouts, axis) for axis in ("x", "y")]
     copies = mesh.size // spec.ranks
     grid = Grid.dry(spec.sizes, ranks=(largest[0], largest[1], 0), copies=copies, sent=mesh.sent)

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_amp._torch import top_saving_hooks
 from lightning_amp.errors import ModelError
 from lightning_amp.sharding.collectives import stacked, start_adding_rows, start_stacked
 from lightning_amp.sharding.redistribute import own_part
@@ -235,8 +236,7 @@ class _Gathered(torch.autograd.Function):
         # a layer that defers its weight gradient returns none
         ctx.set_materialize_grads(False)
         found = of.gather()
-        if of.is_forgotten:
-            _remember(found, of)
+        _remember(found, of)
         return found
 
     @staticmethod
@@ -260,28 +260,34 @@ def _remember(x: Tensor, of: GridParameter) -> None:
 
 @contextmanager
 def forgetting_gathered() -> Iterator[None]:
-    """Context manager: autograd saves a reference to a gathered parameter instead of its values."""
+    """Context manager: autograd saves a reference to a gathered parameter instead of its values.
 
-    def pack(x: Tensor) -> Any:
-        # activation checkpoints may save sharded tensors
-        known = None if type(x) is ShardedTensor else _WHENCE.get(x.untyped_storage()._cdata)
+    Other tensors go to the hooks around it, as those of a technique that moves what autograd saves.
+    """
+    keep, give = top_saving_hooks(False) or (Tensor.detach, lambda x: x)
+
+    def pack(x: Tensor) -> Callable[[], Tensor]:
+        # saved by a checkpoint, which needs the node in its part to compute its block again
+        if type(x) is ShardedTensor:
+            return lambda: x
+        known = _WHENCE.get(x.untyped_storage()._cdata)
+        if known is None:
+            # without its node: one that saves its own result would never be freed without a backward pass through it
+            return partial(give, keep(x))
         # complex views, and views of imaginary parts, are not described by strides alone
-        if known is None or x.dtype != known[1].parameter.dtype or x.is_neg():
-            # without its node: one that saves its own result would never be freed without a backward pass through it.
-            # A sharded tensor has the node in its part, which a checkpoint needs to compute its block again
-            return x if type(x) is ShardedTensor else x.detach()
-        return known[1], known[1].parameter._version, x.shape, x.stride(), x.storage_offset()
+        if not known[1].is_forgotten or x.dtype != known[1].parameter.dtype or x.is_neg():
+            return partial(Tensor.detach, x.detach())
+        return partial(_again, known[1], known[1].parameter._version, x.shape, x.stride(), int(x.storage_offset()))
 
-    def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        of, version, shape, stride, offset = kept
-        if of.parameter._version != version:
-            raise ModelError(
-                f"under tensor3d the parameter {of.name!r} was changed between the forward pass that reads it and the"
-                " backward pass, which would read other values; change it after the backward pass"
-            )
-        return cast(Tensor, of.gather().as_strided(shape, stride, offset))
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept()):
         yield
+
+
+def _again(of: GridParameter, version: int, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """Gather a parameter again, and return the view of it that autograd saved."""
+    if of.parameter._version != version:
+        raise ModelError(
+            f"under tensor3d the parameter {of.name!r} was changed between the forward pass that reads it and the"
+            " backward pass, which would read other values; change it after the backward pass"
+        )
+    return of.gather().as_strided(shape, stride, offset)

@@ -10,7 +10,9 @@ Gradients are reduced over the grid during the backward pass, and averaged over 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
+from types import MethodType
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from lightning_amp.sharding.collectives import reduce_now
 from lightning_amp.techniques.contract.protocol import Units
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 from lightning_amp.techniques.deferred import DEFERRED, DROPPED
-from lightning_amp.techniques.put_methods import STEPS, put_methods
+from lightning_amp.techniques.put_methods import STEPS, method_of
 from lightning_amp.techniques.sequence.split_batch import HowToSplit, read_dims
 from lightning_amp.techniques.sharded_step import run_sharded, tensors
 from lightning_amp.techniques.tensor3d.grid import Grid
@@ -114,14 +116,9 @@ class GridUnits(Units):
     optimizers_made = cut
 
     def wrap_steps(self) -> None:
-        """Override the module's steps, so that sharded tensors replace its parameters in them."""
-        methods = {
-            name: getattr(self._module, name)
-            for name in STEPS
-            if getattr(type(self._module), name, None) is not getattr(LightningModule, name, None)
-        }
-        steps = {name: wraps(method)(partial(self.run, name, method)) for name, method in methods.items()}
-        self._undo.append(put_methods(self._module, steps))
+        """Run the module's steps (`steps_of`) from now on, in which sharded tensors replace its parameters."""
+        UNITS[self._module] = self
+        self._undo.append(partial(UNITS.__delitem__, self._module))
         self._undo.append(watch_hooks(self._module, self.parameters))
 
     def run(self, name: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -196,6 +193,25 @@ class GridUnits(Units):
             for child, place, one in self._places:
                 child._parameters[place] = one.parameter
             self._inside = False
+
+
+UNITS: WeakKeyDictionary[nn.Module, GridUnits] = WeakKeyDictionary()
+"""Units that run the steps of a module."""
+
+
+def steps_of(module: nn.Module) -> dict[str, MethodType]:
+    """Return steps of a module that its units run, once there are any; changes of other techniques lie around them."""
+    own = [n for n in STEPS if getattr(type(module), n, None) is not getattr(LightningModule, n, None)]
+    return {name: MethodType(_step_of(name, method_of(module, name)), module) for name in own}
+
+
+def _step_of(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own, units = partial(step, module), UNITS.get(module)
+        return own(*args, **kwargs) if units is None else units.run(name, own, *args, **kwargs)
+
+    return run
 
 
 def _refuse_read(grad: Tensor | None) -> None:

@@ -66,7 +66,7 @@ def passes(
         inputs=tuple((blocks + i - 1,) if i else () for i in range(blocks)),
         outputs=tuple((blocks + i,) for i in range(blocks)),
         sent_bytes=(rows * SENT,) * blocks,
-        uses=np.array([(i, i, backward_of[i], -1) for i in range(blocks)]),
+        uses=np.array([(i, i, backward_of[i], -1, backward_of[i]) for i in range(blocks)]),
         gradients=np.array([(backward_of[i], weight, i, backward_of[i] + 1) for i in range(blocks)]),
         parameters=tuple(
             Parameter(

@@ -209,9 +209,9 @@ def test_an_accelerator_takes_it_by_name_with_a_window() -> None:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 def test_what_is_not_supported_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for names, why in (("sequence,offload", "offload and sequence cannot be together"),):
-        with pytest.raises(AmpError, match=why):
-            fit("points", AMPStrategy(strategies=names), steps=1)
+    monkeypatch.setitem(MODELS, "blocks", (Blocks, lambda n: torch.randn(4096 * n, 16)))
+    with pytest.raises(AmpError, match="offload is not possible: it is not supported together with chunk"):
+        fit("blocks", AMPStrategy(strategies="chunk,offload"), steps=1)
     for kind, why in ((Compiled, "torch.compile"), (Transformed, "torch.func")):
         monkeypatch.setitem(MODELS, "refused", (kind, MODELS["points"][1]))
         with pytest.raises(AmpError, match=why):

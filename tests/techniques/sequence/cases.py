@@ -140,6 +140,24 @@ class Noisy(Steps):
         return (self(batch + 0.3 * noise) - noise).square().mean()
 
 
+class Activated(Steps):
+    """Blocks that begin without parameters: what they receive alone requires gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, DIM)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.GELU(), nn.Tanh(), nn.Linear(DIM, DIM)) for _ in range(6))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.first(batch)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self(batch).square().mean()
+
+
 class Case(NamedTuple):
     """A module, its batch for a seed, and options of the strategy."""
 
@@ -165,6 +183,8 @@ CASES = {
         "strategies": "sequence,recompute,fsdp"}),
     "text, fsdp, recompute, offload": Case(Text, _text, {"sequence_dim": {"ids": 1, "labels": 1},
         "strategies": "sequence,recompute,fsdp,offload"}),
+    "activated, recompute, offload": Case(Activated, lambda: torch.randn(16, 64, 3).double(),
+        {"sequence_dim": {"batch": 1}, "strategies": "sequence,recompute,offload"}),
     "padded, offload": Case(Padded, _genes, {"sequence_dim": {"0": 1, "1": 1}, "strategies": "sequence,offload"}),
     "padded": Case(Padded, _genes, {"sequence_dim": {"0": 1, "1": 1}}),
     "padded, auto": Case(Padded, _genes, {"sequence_dim": "auto"}),

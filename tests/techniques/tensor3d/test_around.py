@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_amp import AMPStrategy
+from lightning_amp.techniques.put_methods import put_methods
 from lightning_amp.techniques.tensor3d.grid import Grid as RankGrid
 from lightning_amp.techniques.tensor3d.row import TensorParallel3D
-from lightning_amp.techniques.tensor3d.units import GridUnits
+from lightning_amp.techniques.tensor3d.units import GridUnits, steps_of
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
 from tests.techniques.tensor3d.cases import CASES, GPT, Gated
@@ -165,6 +166,7 @@ def test_a_step_may_call_another_and_drop_a_gradient() -> None:
     units = GridUnits(module, TensorParallel3D(grid="2x1x1"), RankGrid.dry((2, 1, 1)), begun=True)
     units.cut()
     units.wrap_steps()
+    put_methods(module, steps_of(module))
     weight.grad = torch.ones_like(weight)
     loss = module.training_step(torch.randn(4, 5), 0)
     assert weight.grad is None

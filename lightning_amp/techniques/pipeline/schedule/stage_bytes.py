@@ -80,14 +80,10 @@ def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool, rank:
     Args:
         rank: Segments that the rank runs, if it has several stages.
     """
-    blocks = len(passes.names)
-    assert 0 <= start < end <= blocks, f"a stage has blocks, got {start!r} to {end!r} of {blocks!r}"
-    segments = end + (to_the_end and end == blocks)
-    leaves = list(passes.returned) if segments > blocks else []
-    window = StageWindow(passes, start, segments, returned=[*passes.outputs[end - 1], *leaves], rank=rank)
+    window = window_of(passes, start, end, to_the_end=to_the_end, rank=rank)
     received, result = passes.sent_bytes[start - 1] if start else 0, passes.sent_bytes[end - 1]
     # the gradient that comes back from the next stage, and the received tensors
-    in_backward = received + (0 if segments > blocks or end == blocks else result)
+    in_backward = received + (0 if end == len(passes.names) else result)
     first, later = window.backward()
     return StageBytes(
         forward=window.forward() + received,
@@ -96,21 +92,38 @@ def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool, rank:
         backward=later + in_backward,
         result=result,
         received=received,
-        returned=int(passes.n_bytes[leaves].sum()),
+        returned=int(passes.n_bytes[_returned(passes, end, to_the_end=to_the_end)].sum()),
         gradients=sum(p.gradient_bytes for p in parameters_of(passes, start, end)),
     )
 
 
+def window_of(passes: Passes, start: int, end: int, *, to_the_end: bool, rank: Collection[int] = ()) -> StageWindow:
+    """Return the lifetimes of storages in a stage, with the arguments of `stage_bytes`."""
+    blocks = len(passes.names)
+    assert 0 <= start < end <= blocks, f"a stage has blocks, got {start!r} to {end!r} of {blocks!r}"
+    returned = [*passes.outputs[end - 1], *_returned(passes, end, to_the_end=to_the_end)]
+    return StageWindow(passes, start, end + (to_the_end and end == blocks), returned=returned, rank=rank)
+
+
+def _returned(passes: Passes, end: int, *, to_the_end: bool) -> list[int]:
+    return list(passes.returned) if to_the_end and end == len(passes.names) else []
+
+
+def rest_window(passes: Passes, *, rank: Collection[int] = ()) -> StageWindow:
+    """Return the lifetimes of storages in what follows the blocks."""
+    blocks = len(passes.names)
+    return StageWindow(passes, blocks, blocks + 1, returned=list(passes.returned), rank=rank)
+
+
 def rest_bytes(passes: Passes, *, rank: Collection[int] = ()) -> RestBytes:
     """Compute the bytes of what follows the blocks, for the full batch; `inputs` are the last block's results."""
-    blocks, leaves = len(passes.names), list(passes.returned)
-    window = StageWindow(passes, blocks, blocks + 1, returned=leaves, rank=rank)
+    blocks, window = len(passes.names), rest_window(passes, rank=rank)
     return RestBytes(
         forward=window.forward(),
         backward=window.backward()[0],
         silent=window.forward(silent=True),
         inputs=passes.sent_bytes[-1],
-        returned=int(passes.n_bytes[leaves].sum()),
+        returned=int(passes.n_bytes[list(passes.returned)].sum()),
         gradients=sum(p.gradient_bytes for p in passes.parameters if p.block is None and blocks in p.segments),
     )
 
@@ -165,6 +178,13 @@ def held_bytes(pipeline: Pipeline, rank: int, *, gradients: bool) -> int:
     return sum(p.n_bytes + p.state_bytes + (p.gradient_bytes if gradients else 0) for p in found.values())
 
 
+def segments_of(pipeline: Pipeline, rank: int) -> list[int]:
+    """Return the segments that a rank runs."""
+    ends_here = (len(pipeline.ends) - 1) % len(pipeline.orders) == rank
+    blocks = [i for run in pipeline.runs_of(rank) for i in range(*run)]
+    return [*blocks, *[len(pipeline.whole.names)] * ends_here]
+
+
 def _held(pipeline: Pipeline, rank: int) -> list[Parameter]:
     own = [parameters_of(pipeline.whole, *run) for run in pipeline.runs_of(rank)]
     return list({p.name: p for some in own for p in some}.values())
@@ -195,8 +215,7 @@ class _StageWalk:
         self._always = kept + whole.buffer_bytes + whole.batch_bytes
         self._always += 0 if whole.frees_gradients else self._gradients
         ends_here = self._last % len(pipeline.orders) == rank
-        self._segments = [i for run in pipeline.runs_of(rank) for i in range(*run)]
-        self._segments += [len(whole.names)] * ends_here
+        self._segments = segments_of(pipeline, rank)
         self._always += (3 if ends_here else 2) * DRAWS
         self._now = self.most = self._always
         self._begun: set[int] = set()

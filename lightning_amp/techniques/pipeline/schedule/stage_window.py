@@ -20,6 +20,9 @@ class StageWindow:
         start, segments: First segment, and one past the last.
         returned: Storages that stay after the forward pass even if autograd does not keep them.
         rank: All segments of the rank, if it has several stages.
+
+    Attributes:
+        leaves: Storages that leave for the host in the forward pass, in this order.
     """
 
     def __init__(
@@ -33,10 +36,12 @@ class StageWindow:
         # operators of earlier segments outside blocks, which this rank runs too
         needed = np.concatenate(passes.needs[start:segments])
         self._needed = needed[needed < begin]
-        # the time until which autograd keeps a storage for these segments
-        self._until = np.full(n, NEVER)
-        uses = passes.uses[self._is_own(passes.uses[:, 1], passes.uses[:, 3]) & (passes.uses[:, 2] >= stop)]
+        # the time until which autograd keeps a storage for these segments, and from which it reads it
+        self._until, self._read = np.full(n, NEVER), np.full(n, len(passes.segment))
+        every = passes.uses[self._is_own(passes.uses[:, 1], passes.uses[:, 3])]
+        uses = every[every[:, 2] >= stop]
         np.maximum.at(self._until, uses[:, 0], uses[:, 2])
+        np.minimum.at(self._read, *uses[uses[:, 4] >= 0][:, [0, 4]].T)
         # what the rank computes before its blocks, for any of its segments
         segments_here = sorted({*range(start, segments), *rank})
         present = np.concatenate([passes.needs[i] for i in segments_here])
@@ -54,9 +59,14 @@ class StageWindow:
         self._here = own | shared
         # received from the segment before
         self._here[list(passes.outputs[start - 1]) if start else []] = True
+        # in the order in which autograd saves them; also of what the rank computes before its blocks
+        saved = passes.uses[self._is_own(passes.uses[:, 1], passes.uses[:, 3]) | np.isin(passes.uses[:, 3], present), 0]
+        least = np.inf if passes.away is None else max(passes.away, 1)
+        self.leaves = [i for i in dict.fromkeys(saved.tolist()) if self._here[i] and passes.n_bytes[i] >= least]
+        self._away = np.isin(np.arange(n), self.leaves)
         end = len(passes.segment)
-        self._until[list(returned)] = end
-        self._kept = self._here & (self._until > NEVER)
+        self._until[list(returned)], self._away[list(returned)] = end, False
+        self._kept = self._here & (self._until > NEVER) & ~self._away
 
     def _is_own(self, segment: Any, maker: Any) -> Any:
         """Mask of what belongs to these segments, or to an autograd node made by operators that they need."""
@@ -76,7 +86,7 @@ class StageWindow:
         until = passes.held
         if not silent:
             gone = passes.held[before & passes.computed].max(initial=NEVER)
-            until = np.where(before & self._graph, np.maximum(until, gone), until)
+            until = np.where(before & self._graph & ~self._away, np.maximum(until, gone), until)
             until = np.where(self._kept, self._stop, until)
         times = np.concatenate([np.unique(passes.birth[before]), np.arange(self._begin, self._stop)])
         # received tensors exist from the first operator on
@@ -98,8 +108,10 @@ class StageWindow:
 
         length = len(times)
         made = own[passes.birth]
-        birth, until = place(passes.birth), np.where(made, passes.held, self._until)
-        here = made | self._kept
+        back = self._away & (self._read <= self._until)
+        birth = place(np.where(back, self._read, passes.birth))
+        until = np.where(made, passes.held, self._until)
+        here = made | self._kept | back
         others = bytes_alive(birth[here], place(until[here]), passes.n_bytes[here], length)
         gradients = passes.gradients[own[passes.gradients[:, 0]]]
         if not len(gradients):

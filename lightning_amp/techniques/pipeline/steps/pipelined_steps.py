@@ -27,8 +27,9 @@ start to depend on each other after the first step; weights that differ by less 
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -52,13 +53,11 @@ from lightning_amp.techniques.pipeline.schedule.schedules import Order, PassTime
 from lightning_amp.techniques.pipeline.steps.sample_check import Given, SampleCheck, compare, evaluating, single
 from lightning_amp.techniques.pipeline.steps.step_record import StageStepRecorder, StepRecord
 from lightning_amp.techniques.precomputed_gradients import Gradients, with_gradients
-from lightning_amp.techniques.put_methods import put_methods
+from lightning_amp.techniques.put_methods import AroundCalls, Step, around_calls_of, put_methods
 
 EVALUATED = ("validation_step", "test_step", "predict_step")
 LOOKS = 2
 """Number of steps that compare values of parameters and buffers, which takes as long as reading them twice."""
-
-Step = Callable[..., Any]
 
 
 class RankParameters(Protocol):
@@ -107,19 +106,22 @@ class PipelinedSteps:
         self._exactly, self._looks = True, LOOKS
         self._calls = Counter[tuple[str, int]]()
         self.times: PassTimes | None = None
+        self._around: AroundCalls = lambda held, step: nullcontext(step)
         steps = {"training_step": self._train, **dict.fromkeys(EVALUATED, self._evaluate)}
         self.undo = put_methods(module, {name: self._in_place_of(name, run) for name, run in steps.items()})
         """Restore the module's steps."""
 
     def _in_place_of(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        plain = getattr(self._module, name)
-        if name in vars(self._module):
+        plain, put = getattr(self._module, name), vars(self._module).get(name)
+        if (around := around_calls_of(put)) is not None:
+            plain, self._around = MethodType(getattr(type(self._module), name), self._module), around
+        elif put is not None:
             raise InstallError(
                 f"pipeline: {name!r} of the module is set on the instance ({plain!r}), which is not supported;"
                 " define it in the class, or leave 'pipeline' out"
             )
 
-        @wraps(plain)
+        @wraps(plain if put is None else put)
         def step(batch: Any, *rest: Any) -> Any:
             self._calls[name, self._module.trainer.current_epoch] += 1
             return run(plain, name, batch, *rest)
@@ -157,7 +159,8 @@ class PipelinedSteps:
         # the backward pass of the returned loss adds the new ones, so that the Trainer scales only these.
         with self._gradients_aside() as parameters:
             again = batch if n * self._spec.stages_per_rank > 1 else None
-            with self._same_tensors(record, again, values=self._looks > 0):
+            held = [*self._module.parameters(), *self._module.buffers(), *tensors_in(batch)]
+            with self._same_tensors(record, again, values=self._looks > 0), self._around(held, plain) as plain:
                 ran = self._stages.run(self._order(n), work)
             self.times, self._looks = ran.times, max(0, self._looks - 1)
             # before gradients are read: gradients of tied parameters are summed over the stages that hold them

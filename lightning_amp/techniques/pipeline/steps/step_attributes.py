@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.restore_state import refill
 from lightning_amp.footprint.run_again.recompute_state import DEPTH, OF_EVERY_MODULE, PLAIN, mark_of
+from lightning_amp.techniques.put_methods import STEPS
 
-NOT_THE_USER_S = OF_EVERY_MODULE | frozenset(vars(LightningModule())) | {"log", "all_gather"}
+NOT_THE_USER_S = OF_EVERY_MODULE | frozenset(vars(LightningModule())) | {"log", "all_gather", *STEPS}
 CONTAINERS = (list, dict, set, deque)
 
 
