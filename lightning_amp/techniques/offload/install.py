@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_amp._torch import has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.host_memory.limit import free_bytes
@@ -29,7 +30,9 @@ def install(module: nn.Module, spec: Offload, mesh: object) -> Change:
         if not torch.is_grad_enabled():
             return step(module, *args, **kwargs)
         held = [*module.parameters(), *module.buffers(), *tensors_in((args, kwargs))]
-        with moves.step(held), UnseenWrites(moves) if next(first, False) else nullcontext():
+        # without values there is nothing to compare
+        looks = next(first, False) and not any(map(has_no_values, held))
+        with moves.step(held), UnseenWrites(moves) if looks else nullcontext():
             return step(module, *args, **kwargs)
 
     run.moves = moves  # type: ignore[attr-defined]

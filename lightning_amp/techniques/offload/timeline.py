@@ -76,10 +76,12 @@ class Timeline:
         return found
 
     @cached_property
-    def _events(self) -> list[tuple[float, bool, int]]:
+    def _events(self) -> list[tuple[float, bool, int, int, float]]:
+        """When, whether it is saved, and number, part and bytes of each copy, in the order of time."""
         # needed before saved at the same time, as of tensors that a backward pass inside the step reads
-        saved = [(float(at), True, i) for i, at in enumerate(self.saved)]
-        needed = [(float(at), False, i) for i, at in enumerate(self.needed)]
+        what = list(zip(range(len(self.part)), self.part.tolist(), self.n_bytes.tolist(), strict=True))
+        saved = [(at, True, *one) for at, one in zip(self.saved.tolist(), what, strict=True)]
+        needed = [(at, False, *one) for at, one in zip(self.needed.tolist(), what, strict=True)]
         return sorted(saved + needed)
 
     def host_bytes(self, ways: Sequence[int]) -> float:
@@ -89,18 +91,18 @@ class Timeline:
 
     def took(self, ways: Sequence[int], link: Link) -> float:
         """Return the seconds of the step; inf if a part that cannot run again should."""
-        waited, sizes, part, ran = 0.0, self.n_bytes.tolist(), self.part.tolist(), set[int]()
+        waited, sizes, again, ran = 0.0, self.n_bytes.tolist(), self.again.tolist(), set[int]()
         out_ends = back_ends = queued = ahead = 0.0
         # the ends of copies that the device has not waited for, storages that left, and when those on their way arrive
         queue, gone, arrives = dict[int, float](), list[int](), dict[int, float]()
-        for clock, saves, i in self._events:
-            way = ways[part[i]]
-            if way == AGAIN and not saves and part[i] not in ran:
-                ran.add(part[i])
-                waited += float(self.again[part[i]])
+        for clock, saves, i, part, size in self._events:
+            way = ways[part]
+            if way == AGAIN and not saves and part not in ran:
+                ran.add(part)
+                waited += again[part]
             if way != HOST:
                 continue
-            now, size = clock + waited, sizes[i]
+            now = clock + waited
             if not link.beside:
                 waited += size / (link.out if saves else link.back)
             elif saves:
