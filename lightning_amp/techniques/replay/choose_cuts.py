@@ -24,7 +24,7 @@ with operators of an optimizer are not replayed, and neither are those whose ten
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
 from typing import Any
@@ -307,6 +307,10 @@ class Replays:
         """Bytes and times of the step's segments, or the reason why they are unknown."""
         return self._look()
 
+    def without_gradients(self) -> "Replays":
+        """Return choices that leave no room for gradients, which another technique frees as they are made."""
+        return _Early(self)
+
     def choose(self, bound: int | None) -> Cuts | str:
         """Return the fastest choice with replays that fits a bound, else that of the fewest bytes, or why none exists.
 
@@ -327,3 +331,21 @@ class Replays:
             self._least[kinds] = least(stretches, kinds=kinds)
         best = self._least[kinds]
         return best if best.segments else stretches.why_nothing
+
+
+class _Early(Replays):
+    def __init__(self, replays: Replays) -> None:
+        super().__init__(lambda: replays.stretches)
+        self._early = Replays(self._without)
+
+    def _without(self) -> Stretches | str:
+        found = self.stretches
+        return found if isinstance(found, str) else replace(found, gradients=0.0)
+
+    def choose(self, bound: int | None) -> Cuts | str:
+        cuts, stretches = self._early.choose(bound), self.stretches
+        if isinstance(cuts, str) or isinstance(stretches, str):
+            return cuts
+        # as they are before the other technique is added
+        most = cuts.n_bytes + int(np.max(stretches.gradients))
+        return replace(cuts, n_bytes=min(most, stretches.all_saved))

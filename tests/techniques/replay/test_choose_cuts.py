@@ -95,6 +95,12 @@ def test_gradients_that_the_backward_pass_makes_have_room() -> None:
         made = draft(seen, ("replay",), ranks=1, budget=budget)
         assert not isinstance(made, str)
         assert step.count(made.targets).peak_bytes <= made.peak_bytes <= budget
+    # unless they are freed as they are made
+    budget = int(0.5 * seen.peak_bytes(1))
+    alone, both = (draft(seen, names, ranks=1, budget=budget) for names in (("replay",), ("replay", "early_update")))
+    assert not isinstance(alone, str)
+    assert not isinstance(both, str)
+    assert step.count(both.targets).peak_bytes <= budget < step.count(alone.targets).peak_bytes
 
 
 def test_a_plan_counts_each_stretch_once() -> None:
