@@ -90,12 +90,8 @@ def _always(seen: ProfiledStep, draft: Draft) -> int:
 
 
 def variants(seen: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
-    """Yield the step, of which replays leave no room for gradients."""
-    replay = seen.facts.get("replay")
-    if replay is None or "offload" in seen.requested:
-        yield seen
-        return
-    yield replace(seen, facts={**seen.facts, "replay": lambda rules: replay(rules).without_gradients()})
+    """Yield the step, whose other techniques leave no room for gradients."""
+    yield replace(seen, frees_gradients=True)
 
 
 def _remark(spec: Any, launches: bool) -> str:

@@ -108,7 +108,7 @@ def test_a_plan_counts_each_stretch_once() -> None:
     cuts = least(stretches, kinds=(ONE_BY_ONE,))
     replays = SimpleNamespace(stretches=stretches, choose=lambda bound: cuts)
     draft = add(
-        SimpleNamespace(facts={"replay": lambda _: replays}, held_bytes=0),
+        SimpleNamespace(facts={"replay": lambda _: replays}, held_bytes=0, frees_gradients=False),
         Draft(ranks=1, peak_bytes=10**6, seconds=1.0),
         None,
     )
