@@ -27,6 +27,8 @@ from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.plan_of_module import ModulePlan, plan_of_module
 
 NAMED = ("S1", "S1,logits", "S1,replay", "S1,logits,replay", "S1,recompute", "S1,logits,recompute", "S1,chunk")
+WITHIN = (("S1,replay", 0.6), ("S1,replay,offload", 0.6))
+"""Techniques that are planned within a share of the plain peak."""
 AMPLE = 2**50
 SHARES = (None, 0.75, 0.6, 0.5, 0.35)
 """Of the plain peak, which the policy gets as its budget; None is more than the step takes."""
@@ -73,7 +75,7 @@ def row(planned: Planned, name: str, strategies: str | None, budget: int, plain:
     of_each = {one: sum(rule.strategy == one for rule in plan.rules) for one in plan.strategies}
     said = ", ".join(f"{n} x {one}" if n > 1 else one for one, n in of_each.items())
     # the numbers after the name begin with the seconds
-    return f"{name:>20} {seconds:8.2f} {Planned.runs:5} {peak:6.3f} {took:8.1f}  {digest}  {said}"
+    return f"{name:>22} {seconds:8.2f} {Planned.runs:5} {peak:6.3f} {took:8.1f}  {digest}  {said}"
 
 
 def peak_of(planned: Planned) -> int:
@@ -89,16 +91,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="two blocks, three plans, one round")
     asked = parser.parse_args()
-    depth, rounds, named, shares = (
-        (2, 1, NAMED[:2], SHARES[1:2]) if asked.quick else (asked.depth, asked.rounds, NAMED, SHARES)
+    depth, rounds, named, within, shares = (
+        (2, 1, NAMED[:2], (), SHARES[1:2]) if asked.quick else (asked.depth, asked.rounds, NAMED, WITHIN, SHARES)
     )
     torch.set_num_threads(1)
     planned = Planned(depth, asked.precision)
     print("\n".join(paragraph(origin("python -m benchmarks.any_module.planning_time"))))
-    print(f"{'case':>20} {'seconds':>8} {'runs':>5} {'peak':>6} {'step ms':>8}  digest    plan")
+    print(f"{'case':>22} {'seconds':>8} {'runs':>5} {'peak':>6} {'step ms':>8}  digest    plan")
     with get_context("fork").Pool(1, maxtasksperchild=1) as new:
         plain = new.apply(peak_of, (planned,))
         cases: list[tuple[str, str | None, int]] = [(name, name, AMPLE) for name in named]
+        cases += [(f"{name} {share}", name, int(share * plain)) for name, share in within]
         cases += [(f"budget {share or 'ample'}", None, int((share or 0) * plain) or AMPLE) for share in shares]
         for case in cases:
             print(min(new.apply(row, (planned, *case, plain)) for _ in range(rounds)), flush=True)

@@ -85,6 +85,7 @@ class ProfiledStep:
         sent_seconds: Time of a technique's collectives, without those that average gradients.
         averages: Whether ranks average full gradients; otherwise `sent_seconds` includes the collectives of shards.
         own_checkpoints: Whether the user's code checkpoints parts of the step.
+        frees_gradients: Whether a technique of the draft frees gradients as they are made.
         counted: Function that maps a rule to the step with the rule, or to the reason why it is impossible; None if
             no step is counted with rules.
     """
@@ -107,6 +108,7 @@ class ProfiledStep:
     sent_seconds: float = 0.0
     averages: bool = True
     own_checkpoints: bool = False
+    frees_gradients: bool = False
     counted: Callable[[Rule], CountedWith | str] | None = None
 
     def requesting(self, specs: Mapping[str, Spec]) -> "ProfiledStep":

@@ -4,6 +4,7 @@ The gradient of a parameter is alive from its last contribution to its update, i
 step. Nothing is computed again, but the optimizer's step is called for each bucket of gradients.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -88,6 +89,11 @@ def _always(seen: ProfiledStep, draft: Draft) -> int:
     return kinds[PARAMETERS] + kinds[STATE] - elsewhere
 
 
+def variants(seen: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
+    """Yield the step, whose other techniques leave no room for gradients."""
+    yield replace(seen, frees_gradients=True)
+
+
 def _remark(spec: Any, launches: bool) -> str:
     return "early_update: parameters change within the backward pass, so that a step that fails there is not run again"
 
@@ -106,5 +112,6 @@ ROW = Technique(
         limit="activations are most of the peak while gradients are few",
         order=7,
         last_resort=True,
+        variants=variants,
     ),
 )

@@ -1,6 +1,6 @@
 """Install `offload` around the training step of a LightningModule."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_amp._torch import has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.host_memory.limit import free_bytes
@@ -26,12 +27,14 @@ def install(module: nn.Module, spec: Offload, mesh: object) -> Change:
     step, first = method_of(module, "training_step"), iter((True,))
 
     @contextmanager
-    def around(held: Iterable[Tensor], step: Step) -> Iterator[Step]:
+    def around(held: Sequence[Tensor], step: Step) -> Iterator[Step]:
         def call(*args: Any, **kwargs: Any) -> Any:
             moves.hold(tensors_in((args, kwargs)))
             return step(*args, **kwargs)
 
-        with moves.step(held), UnseenWrites(moves) if next(first, False) else nullcontext():
+        # without values there is nothing to compare
+        looks = next(first, False) and not any(map(has_no_values, held))
+        with moves.step(held), UnseenWrites(moves) if looks else nullcontext():
             yield call
 
     @wraps(step)

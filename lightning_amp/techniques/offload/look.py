@@ -1,8 +1,10 @@
 """Count steps from which tensors leave for the host, and when each of them could be away."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +24,8 @@ from lightning_amp.techniques.offload.timeline import SavedTensors
 from lightning_amp.techniques.replay.tape import Tape
 
 T = TypeVar("T")
+TIE = 1.02
+"""Factor of the least seconds within which a draft with fewer techniques is as good."""
 ALL = Offload(least_bytes=1)
 
 
@@ -43,17 +47,38 @@ class CountedMoves:
 
 
 class Look:
-    """Counts of a step with other rules and a spec; raises an AmpError where it cannot be counted."""
+    """Counts of a step with other rules and a spec; raises an AmpError where it cannot be counted.
+
+    Attributes:
+        least: Seconds of the fastest of several drafts that keeps the budget, so far; by whether it has one technique
+            alone.
+    """
 
     def __init__(self, step: StepToPlan) -> None:
-        self._step = step
+        self._step, self.least = step, {True: inf, False: inf}
         self._known: dict[Any, Any] = {}
 
-    def plain_bytes(self, rules: tuple[Rule, ...]) -> int:
-        """Return the peak without the technique."""
-        return self.once(
-            ("plain", changes_of(rules)), lambda: self._step.run_with(rules, profile_module).larger_peak_bytes
-        )
+    def for_drafts(self) -> "Look":
+        """Return one for several drafts, with the same counts."""
+        found = copy(self)
+        found.least = {True: inf, False: inf}
+        return found
+
+    def is_slow(self, seconds: float, *, alone: bool) -> bool:
+        """Whether a draft that takes so many seconds or more is not chosen, for another one keeps the budget.
+
+        A draft with both techniques has to be faster than others by more than what counts as equally fast.
+        """
+        if alone:
+            return seconds > TIE * min(self.least.values())
+        return seconds >= self.least[False] or TIE * seconds >= self.least[True]
+
+    def plain_bytes(self, rules: tuple[Rule, ...], within: float = inf) -> int:
+        """Return the peak without the technique, which is counted unless the storages say that it is above a bound."""
+        key = "plain", changes_of(rules)
+        if key not in self._known and within < inf and (peak := self.saved(rules).peak([])) > within:
+            return int(peak)
+        return self.once(key, lambda: self._step.run_with(rules, profile_module).larger_peak_bytes)
 
     def saved(self, rules: tuple[Rule, ...]) -> SavedTensors:
         """Return the storages that could leave."""

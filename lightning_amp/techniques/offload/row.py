@@ -14,12 +14,12 @@ import numpy as np
 
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule, changes_of, runs_again, splits_parameters
-from lightning_amp.errors import AmpError
+from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ACTIVATIONS
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.host_memory.limit import with_requested
 from lightning_amp.techniques.offload.choose_ways import choose_ways
-from lightning_amp.techniques.offload.tiers import ROOMS, Tiers, link_of
+from lightning_amp.techniques.offload.tiers import ROOMS, SLOWER, Tiers, link_of
 from lightning_amp.techniques.offload.timeline import HOST, SavedTensors
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
@@ -98,19 +98,21 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     if budget is not None and draft.peak_bytes <= budget and not replays:
         budget = None
     try:
-        plain = look.plain_bytes(rules) if rules else seen.peak_bytes(1)
         # what other ranks hold is not in the count; of replays the draft has none
-        beyond = seen.peak_bytes(draft.ranks) - seen.peak_bytes(1) if replays else draft.peak_bytes - plain
+        beyond = seen.peak_bytes(draft.ranks) - seen.peak_bytes(1)
+        bound = inf if budget is None or not replays else budget - beyond
+        plain = look.plain_bytes(rules, bound) if rules else seen.peak_bytes(1)
+        beyond = beyond if replays else draft.peak_bytes - plain
         within = None if budget is None else budget - beyond
         fits = replays and within is not None and plain <= within
         key = "leaves", changes_of(rules), within
-        made = None if fits else look.once(key, lambda: _Leaving(look, rules, spec, seen, plain).least(within))
+        made = None if fits else look.once(key, lambda: _Leaving(look, rules, spec, seen, draft, plain).least(within))
     except AmpError as error:
         return str(error)
     if made is None or plain <= made.found.peak_bytes:
         if replays:
             # which is the fastest by itself
-            return replace(draft, peak_bytes=plain + beyond)
+            return _noted(look, replace(draft, peak_bytes=plain + beyond), budget, alone=True)
         return "the peak is elsewhere" if made else "autograd saves nothing but parameters, the batch and small tensors"
     found, saved, n = made.found, plain - made.found.peak_bytes, made.found.n_left
     seconds = max(LEAST_SECONDS, made.seconds)
@@ -121,12 +123,20 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         f" {format_bytes(found.left_bytes)} leave in a step, which takes {format_seconds(seconds)} more"
     )
     held = seen.held_bytes if draft.held_bytes is None else draft.held_bytes
-    return replace(
+    leaving = replace(
         draft,
         peak_bytes=max(found.peak_bytes + beyond, held),
         seconds=draft.seconds + seconds,
         targets=(*draft.targets, Rule(strategy=NAME, fqn="", spec=spec, why=why, saves_bytes=saved)),
     )
+    return _noted(look, leaving, budget, alone=not replays)
+
+
+def _noted(look: Any, draft: Draft, budget: int | None, *, alone: bool) -> Draft:
+    """Let slower drafts be left out from now on if this one keeps the budget."""
+    if budget is not None and draft.peak_bytes <= budget:
+        look.least[alone] = min(look.least[alone], draft.seconds)
+    return draft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,11 +156,14 @@ class _Leaving:
         rules: Rules of other techniques.
         spec: The requested spec.
         seen: The profiled step.
-        plain: Peak without the technique.
+        draft: The step with the other techniques.
+        plain: Its peak.
     """
 
-    def __init__(self, look: Any, rules: tuple[Rule, ...], spec: Offload, seen: ProfiledStep, plain: int) -> None:
-        self._look, self._rules, self._seen = look, rules, seen
+    def __init__(
+        self, look: Any, rules: tuple[Rule, ...], spec: Offload, seen: ProfiledStep, draft: Draft, plain: int
+    ) -> None:
+        self._look, self._rules, self._seen, self._before = look, rules, seen, draft.seconds
         every: SavedTensors = look.saved(rules)
         least = min(LEAST_BYTES, max(1, int(SMALLEST_SHARE * every.sizes.sum())))
         self._saved, self._spec = every.at_least(least), replace(spec, least_bytes=least)
@@ -171,6 +184,9 @@ class _Leaving:
             which, ahead = self._fitting(aim)
             if (tuple(which), ahead) in tried or not which:
                 break
+            if self._rules and self._look.is_slow(self._before + self._seconds(which, ahead), alone=False):
+                # it is raised, so that it is not kept for other drafts
+                raise PlanError(SLOWER)
             made = tried[tuple(which), ahead] = self._counted(which, ahead)
             if (over := made.found.peak_bytes - within) <= 0:
                 return made
@@ -227,10 +243,13 @@ class _Leaving:
         return which
 
     def _counted(self, which: list[int], ahead: int) -> _Made:
-        saved, window = self._saved, self._window(which, ahead)
-        spec = replace(self._spec, leaves=written(saved.number[which].tolist()), window=window)
-        seconds = saved.took({*which}, link_of(self._seen, window)) - saved.seconds
-        return _Made(spec=spec, found=self._look.count(self._rules, spec), seconds=seconds)
+        window = self._window(which, ahead)
+        spec = replace(self._spec, leaves=written(self._saved.number[which].tolist()), window=window)
+        return _Made(spec=spec, found=self._look.count(self._rules, spec), seconds=self._seconds(which, ahead))
+
+    def _seconds(self, which: list[int], ahead: int) -> float:
+        """Return the seconds that leaving adds to the step."""
+        return self._saved.took({*which}, link_of(self._seen, self._window(which, ahead))) - self._saved.seconds
 
 
 def variants(seen: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
@@ -239,8 +258,10 @@ def variants(seen: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
     if NAME not in seen.requested or look is None or replay is None:
         yield seen
         return
-    for room in ROOMS:
-        yield replace(seen, facts={**seen.facts, "replay": partial(Tiers, replay, look, seen, room)})
+    # a copy for the steps that are compared with each other
+    look = look.for_drafts()
+    for rank in range(len(ROOMS) + 1):
+        yield replace(seen, facts={**seen.facts, NAME: look, "replay": partial(Tiers, replay, look, seen, rank)})
 
 
 ROW = Technique(

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 
 from lightning_amp.costs.profiled_step import ProfiledStep
-from lightning_amp.costs.rule import Rule
+from lightning_amp.costs.rule import Rule, changes_of
 from lightning_amp.techniques.offload.choose_ways import choose_ways
 from lightning_amp.techniques.offload.timeline import AGAIN, KEEP, Link, SavedTensors
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, Cuts, Part, Replays, Stretches, fastest
 from lightning_amp.techniques.replay.row import ReplayOperators, spec_of
 
-ROOMS = 0.0, 0.25, 0.5, 0.75, 1.0
+ROOMS = 0.0, 0.25, 0.5, 0.75
 """Room beyond the bound for which replay chooses stretches, as shares of what it would have to free. Without room,
-replay keeps the bound by itself; with all of it nothing runs again."""
+replay keeps the bound by itself."""
+SLOWER = "another share of the budget takes less time"
 TRIES = 3
 """Most choices of replay by itself that are counted to find one that keeps the bound."""
 
@@ -41,7 +42,7 @@ class Tiers:
         replay: Rules -> the choices of replay alone.
         look: Counts of the step from which tensors leave.
         seen: The profiled step.
-        room: Room beyond the bound, one of ROOMS.
+        rank: 0 if nothing runs again; else place of the choice among those of ROOMS by predicted time, from 1 on.
         rules: Rules of other techniques.
     """
 
@@ -50,10 +51,10 @@ class Tiers:
         replay: Callable[[tuple[Rule, ...]], Replays],
         look: Any,
         seen: ProfiledStep,
-        room: float,
+        rank: int,
         rules: tuple[Rule, ...],
     ) -> None:
-        self._replays, self._look, self._seen, self._room, self._rules = replay(rules), look, seen, room, rules
+        self._replays, self._look, self._seen, self._rank, self._rules = replay(rules), look, seen, rank, rules
 
     @property
     def stretches(self) -> Stretches | str:
@@ -62,17 +63,41 @@ class Tiers:
 
     def choose(self, bound: int | None) -> Cuts | str:
         """Return the stretches that run again, which may be none."""
-        stretches = self.stretches
+        stretches, look = self.stretches, self._look
         if bound is None or isinstance(stretches, str):
             return self._replays.choose(bound)
-        if self._room == 1:
+        if not self._rank:
             return Cuts(parts=(), n_bytes=stretches.all_saved)
-        if self._room == 0:
+        if look.is_slow(self._seen.seconds, alone=False):
+            # nothing but replay by itself can be as good as what fits already
+            return self._by_replay(stretches, bound) if self._rank == 1 else SLOWER
+        key = "ranked", changes_of(self._rules), bound
+        _, seconds, room, cuts = look.once(key, lambda: self._ranked(stretches, bound))[self._rank - 1]
+        if not room:
             return self._by_replay(stretches, bound)
-        more = int(bound + self._room * max(0, stretches.all_saved - bound))
-        cuts = fastest(stretches, more) or self._replays.choose(more)
         if isinstance(cuts, str):
             return cuts
+        return SLOWER if cuts.parts and look.is_slow(seconds, alone=False) else cuts
+
+    def _ranked(self, stretches: Stretches, bound: int) -> list[tuple[bool, float, float, Any]]:
+        """Return for each of ROOMS whether its choice exceeds the bound, its seconds, the room and the choice, by
+        prediction, in this order."""
+        found = list[tuple[bool, float, float, Any]]()
+        for room in ROOMS:
+            more = int(bound + room * max(0, stretches.all_saved - bound))
+            cuts = (fastest(stretches, more) if room else None) or self._replays.choose(more)
+            if isinstance(cuts, str):
+                found.append((True, np.inf, room, cuts))
+            elif room:
+                fits, seconds, chosen = self._beside(stretches, cuts, bound)
+                found.append((not fits, self._seen.seconds + seconds, room, chosen))
+            else:
+                found.append((cuts.n_bytes > bound, self._seen.seconds + cuts.seconds, room, cuts))
+        return sorted(found, key=lambda one: one[:3])
+
+    def _beside(self, stretches: Stretches, cuts: Cuts, bound: int) -> tuple[bool, float, Cuts]:
+        """Return whether these stretches keep a bound if some leave instead of running again, the seconds that this
+        adds to the step, and the stretches that run again."""
         # as it is counted with both, so that places are those of the segments
         spec = ReplayOperators(ends="", views=stretches.views)
         rule = Rule(fqn="", spec=spec, strategy="replay", why="counted")
@@ -103,7 +128,8 @@ class Tiers:
         while chosen and chosen[-1].kind == KEPT:
             chosen.pop()
         less = timeline.peak([KEEP] * len(parts)) - timeline.peak([AGAIN if again else KEEP for again in runs])
-        return Cuts(parts=tuple(chosen), n_bytes=int(stretches.all_saved - less), window=cuts.window)
+        again = Cuts(parts=tuple(chosen), n_bytes=int(stretches.all_saved - less), window=cuts.window)
+        return timeline.peak(ways) <= aim, timeline.took(ways, link) - timeline.seconds, again
 
     def _by_replay(self, stretches: Stretches, bound: int) -> Cuts | str:
         """Return the choice of replay by itself that keeps a bound when it is counted, or the last that was tried."""
@@ -113,6 +139,8 @@ class Tiers:
             cuts = self._replays.choose(aim)
             if isinstance(cuts, str) or cuts.n_bytes > bound:
                 break
+            if cuts.parts and self._look.is_slow(self._seen.seconds + cuts.seconds, alone=True):
+                return SLOWER
             rule = Rule(fqn="", spec=spec_of(cuts, stretches), strategy="replay", why="counted")
             over = self._look.plain_bytes((*self._rules, rule)) - within
             if over <= 0:

@@ -12,10 +12,11 @@ For a segment [p, q) of operators the following is known (stretches.py):
 The last two exist for several levels: at a level, operators that take many seconds for each byte of their results, such
 as products and convolutions, do not run again. Their results are held.
 
-Every segment must satisfy held + saved (or at work) <= bound, where held is what the segments before it hold. The
-choice is a shortest path over (place, bytes held), found by dynamic programming. Places are positions between operators
-where few bytes are alive; bytes are counted in units of bound / PARTS. The actual bytes of a rank are then counted on
-the step with the chosen segments.
+Every segment must satisfy held + saved (or at work) + gradients <= bound, where held is what the segments before it
+hold. Gradients are those that the backward pass has made when it enters the segment, or when it leaves one that is
+replayed for one tensor at a time, beyond those at the plain step's peak. The choice is a shortest path over (place,
+bytes held), found by dynamic programming. Places are positions between operators where few bytes are alive; bytes are
+counted in units of bound / PARTS. The actual bytes of a rank are then counted on the step with the chosen segments.
 
 A backward pass inside the step, as in manual optimization, frees the tensors that autograd saved before it. No segment
 crosses it, and afterwards only tensors that are read later are held, for any segments before it. Stretches after it
@@ -23,7 +24,7 @@ with operators of an optimizer are not replayed, and neither are those whose ten
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
 from typing import Any
@@ -80,6 +81,8 @@ class Stretches:
         barred: Indices of places; no segment with the operators from one of them to the next place is replayed.
         views: Whether operators that only return views have places.
         why_nothing: Why a replay may have nothing to free.
+        gradients: [place] bytes of gradients when the backward pass has come there, beyond those at the peak of the
+            plain step; 0 for none.
     """
 
     places: Array
@@ -91,6 +94,7 @@ class Stretches:
     barred: tuple[int, ...] = ()
     views: bool = True
     why_nothing: str = "autograd keeps nothing that a replay would make"
+    gradients: Array | float = 0.0
 
     def ways(self, kinds: Sequence[int]) -> list[Way]:
         """Return the kinds of segments with each level; a segment without replay has none."""
@@ -104,18 +108,20 @@ class Stretches:
         """
         kind, level = way[0], self.levels[way[1]]
         if kind == KEPT:
-            return self.saved, self.saved, np.zeros_like(level.seconds)
+            return self.saved + self.gradients, self.saved, np.zeros_like(level.seconds)
         barred = np.searchsorted(self.barred, np.arange(len(self.places)))
         # a segment without operators is not replayed
         never = (level.seconds == 0) | (barred[None, :] > barred[:, None])
         whole, held = self.saved + level.unsaved, self.out + level.held
         if kind == AT_ONCE:
-            return whole, held, np.where(never, np.inf, level.seconds)
+            return whole + self.gradients, held, np.where(never, np.inf, level.seconds)
         inside = np.minimum(level.at_work + window, whole)
         # as many replays less as tensors are in the window; the segment runs at least once
         each = np.maximum(self.saved_each, 1)
         seconds = np.maximum(level.one_by_one_seconds * each / (each + window), level.seconds)
-        return inside, held, np.where(never, np.inf, seconds)
+        # it takes as much at its begin, where more gradients exist
+        gradients = np.broadcast_to(self.gradients, len(self.places))[:, None]
+        return inside + gradients, held, np.where(never, np.inf, seconds)
 
     @property
     def all_saved(self) -> int:
@@ -301,6 +307,10 @@ class Replays:
         """Bytes and times of the step's segments, or the reason why they are unknown."""
         return self._look()
 
+    def without_gradients(self) -> "Replays":
+        """Return choices that leave no room for gradients, which another technique frees as they are made."""
+        return _Early(self)
+
     def choose(self, bound: int | None) -> Cuts | str:
         """Return the fastest choice with replays that fits a bound, else that of the fewest bytes, or why none exists.
 
@@ -321,3 +331,21 @@ class Replays:
             self._least[kinds] = least(stretches, kinds=kinds)
         best = self._least[kinds]
         return best if best.segments else stretches.why_nothing
+
+
+class _Early(Replays):
+    def __init__(self, replays: Replays) -> None:
+        super().__init__(lambda: replays.stretches)
+        self._early = Replays(self._without)
+
+    def _without(self) -> Stretches | str:
+        found = self.stretches
+        return found if isinstance(found, str) else replace(found, gradients=0.0)
+
+    def choose(self, bound: int | None) -> Cuts | str:
+        cuts, stretches = self._early.choose(bound), self.stretches
+        if isinstance(cuts, str) or isinstance(stretches, str):
+            return cuts
+        # as they are before the other technique is added
+        most = cuts.n_bytes + int(np.max(stretches.gradients))
+        return replace(cuts, n_bytes=min(most, stretches.all_saved))

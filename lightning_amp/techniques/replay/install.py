@@ -14,6 +14,7 @@ from lightning_amp._torch import AnyBatchNorm, tree_map
 from lightning_amp.costs.rule import Rule, Spec, changes_of
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.copies.noted_values import answers_now, before_count
+from lightning_amp.footprint.module_profile import GRADIENTS
 from lightning_amp.footprint.profile_module import counted_step
 from lightning_amp.footprint.run.inner_run import EnoughSeen
 from lightning_amp.footprint.step_recorder import StepRecorder
@@ -83,13 +84,14 @@ def _stretches(step: StepToPlan, rules: tuple[Rule, ...]) -> Stretches | str:
                 if again and (answers := answers_now()) is not None:
                     answers.begin_batch()
                     answers.begin_step()
-                look = Look(step.operator_rates(), views=views)
+                trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+                look = Look(step.operator_rates(), trained, views=views)
                 # a step may take its labels out of its batch
                 own_args, own_kwargs = tree_map(lambda one: one, (args, kwargs))
                 with recorded(look, module):
                     loss = plain(module, *own_args, **own_kwargs)
                 views = views and not look.writes_to_views
-            found.append(stretches_of(look))
+            found.append(stretches_of(look, gradient_bytes=step.step().profile.by_kind[GRADIENTS]))
             # with manual optimization, optimizer state exists from the second step on
             if automatic or len(found) == 2:
                 raise EnoughSeen

@@ -70,7 +70,9 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     look = seen.facts.get("replay")
     if look is None:
         return "the operators of the step were not looked at"
-    replays: Replays = look(draft.targets)
+    replays = look(draft.targets)
+    if seen.frees_gradients and isinstance(replays, Replays):
+        replays = replays.without_gradients()
     stretches = replays.stretches
     if isinstance(stretches, str):
         return stretches

@@ -4,7 +4,7 @@ The tape shows when each storage is made, when it is last read, and whether auto
 """
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,20 +33,24 @@ class Look(Tape):  # type: ignore[no-untyped-call]
     Attributes:
         seconds: Time of each recorded operator.
         saved, first_saved: Storages that autograd saves -> the place where it does so last, and first.
+        read_last: Bytes of trained parameters that the step reads, and the place where it does so last, by storage.
         writes_to_views: Whether an operator writes to memory of which views were made. Autograd then makes the views
             again, on fake tensors by other operators than on real ones, so that views can have no places.
 
     Args:
         rates: Rates of the device.
+        trained: Parameters that get gradients.
         views: Whether an operator that only returns views has a place.
     """
 
-    def __init__(self, rates: OperatorRates, *, views: bool = True) -> None:
+    def __init__(self, rates: OperatorRates, trained: Iterable[Tensor] = (), *, views: bool = True) -> None:
         super().__init__([(2**62, True)], views=views)
         self.views, self.writes_to_views = views, False
         # an id may be that of a later storage
         self._viewed = weakref.WeakValueDictionary[int, Any]()
         self.seconds: list[float] = []
+        self.read_last: dict[int, tuple[int, int]] = {}
+        self._trained = {id(storage) for _, storage in storages_of(trained)}
         self.first_saved: dict[int, int] = {}
         self.saved: dict[int, int] = {}
         self.backwards: set[int] = set()
@@ -83,7 +87,12 @@ class Look(Tape):  # type: ignore[no-untyped-call]
             self.stay |= {slot: before for kept, slot in self._read if kept() is not None}
             self._read.clear()
             # full storages are counted, which overestimates the time: a replay with little gain is not worth recording
-            moved = sum(storage.nbytes() for _, storage in storages_of(tensors_of((args, kwargs, found))))
+            storages = [storage for _, storage in storages_of(tensors_of((args, kwargs, found)))]
+            moved = sum(storage.nbytes() for storage in storages)
+            # an operator without gradients, as of the batch's masks, leads to none
+            if torch.is_grad_enabled():
+                read = (storage for storage in storages if id(storage) in self._trained)
+                self.read_last |= {id(storage): (storage.nbytes(), before) for storage in read}
             if self.segment is not None and len(self.segment.operators) > len(self.seconds):
                 self.seconds.append(self._rates.seconds(func, args, kwargs or {}, found, moved))
         elif not torch.is_grad_enabled():
@@ -151,8 +160,8 @@ class Storages:
         return _between(np.cumsum(found, 1) - found)
 
 
-def stretches_of(look: Look) -> Stretches:
-    """Compute the bytes and times of all segments from the recorded step."""
+def stretches_of(look: Look, *, gradient_bytes: int = 0) -> Stretches:
+    """Compute the bytes and times of all segments from the recorded step; gradients at its peak have so many bytes."""
     segment, n = look.segment, look.at + 1
     assert segment is not None, "the step is recorded as one segment"
     made, last = np.zeros(len(segment.slots), int), np.zeros(len(segment.slots), int)
@@ -199,16 +208,22 @@ def stretches_of(look: Look) -> Stretches:
     saved_bytes, n_saved = (
         _between(np.tile(np.bincount(births, weights, k)[:, None], k)) for weights in (n_bytes[saved], None)
     )
+    all_saved = out + storages.between(made[saved], last[saved], n_bytes[saved])
+    gradients = np.zeros(k)
+    for size, at in look.read_last.values() if not borders else ():
+        gradients[places <= at] += size
     return Stretches(
         places=places,
         out=out,
-        saved=out + storages.between(made[saved], last[saved], n_bytes[saved]),
+        saved=all_saved,
         saved_each=saved_bytes / np.maximum(n_saved, 1),
         levels=tuple(_level(look, storages, keeps) for keeps in _dear(look, storages)),
         borders=tuple(crossed.tolist()),
         barred=tuple(np.union1d(crossed, storages.stretch(np.array(barred, int))).tolist()),
         views=look.views,
         why_nothing=look.why_nothing,
+        # the plain step takes no more there than at its peak
+        gradients=np.minimum(gradients - gradient_bytes, all_saved[0, -1] - all_saved[0]).clip(0),
     )
 
 

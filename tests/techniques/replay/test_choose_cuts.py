@@ -4,10 +4,30 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
+from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.profiled_step import Draft
+from lightning_amp.footprint.run.run_settings import RunSettings
+from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, ONE_BY_ONE, Level, Stretches, fastest, least
 from lightning_amp.techniques.replay.row import add
+from tests.techniques.replay.models import Trained
+
+
+class Layers(Trained):
+    """Products with functions between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(12))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        for layer in self.layers:
+            batch = batch + layer(batch).sin().exp().cos()
+        return batch.mean()
 
 
 def chain(n: int) -> Stretches:
@@ -66,12 +86,29 @@ def test_what_a_backward_pass_frees_is_held_no_longer() -> None:
     assert found.seconds == 0
 
 
+def test_gradients_that_the_backward_pass_makes_have_room() -> None:
+    torch.manual_seed(0)
+    step = StepOfModule(Layers(), lambda: torch.randn(256, 128), run_settings=RunSettings(frees_gradients=True))
+    seen = step.profiled(CPU_CORE)
+    for share in (0.6, 0.75):
+        budget = int(share * seen.peak_bytes(1))
+        made = draft(seen, ("replay",), ranks=1, budget=budget)
+        assert not isinstance(made, str)
+        assert step.count(made.targets).peak_bytes <= made.peak_bytes <= budget
+    # unless they are freed as they are made
+    budget = int(0.5 * seen.peak_bytes(1))
+    alone, both = (draft(seen, names, ranks=1, budget=budget) for names in (("replay",), ("replay", "early_update")))
+    assert not isinstance(alone, str)
+    assert not isinstance(both, str)
+    assert step.count(both.targets).peak_bytes <= budget < step.count(alone.targets).peak_bytes
+
+
 def test_a_plan_counts_each_stretch_once() -> None:
     stretches = chain(20)
     cuts = least(stretches, kinds=(ONE_BY_ONE,))
     replays = SimpleNamespace(stretches=stretches, choose=lambda bound: cuts)
     draft = add(
-        SimpleNamespace(facts={"replay": lambda _: replays}, held_bytes=0),
+        SimpleNamespace(facts={"replay": lambda _: replays}, held_bytes=0, frees_gradients=False),
         Draft(ranks=1, peak_bytes=10**6, seconds=1.0),
         None,
     )
