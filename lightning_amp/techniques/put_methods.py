@@ -1,7 +1,7 @@
 """Override methods on a module instance, without a change of its class, and undo that."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_amp.errors import InstallError
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Steps of a LightningModule, which techniques replace."""
 Step = Callable[..., Any]
-AroundCalls = Callable[[Iterable[Tensor], Step], AbstractContextManager[Step]]
+AroundCalls = Callable[[Sequence[Tensor], Step], AbstractContextManager[Step]]
 """(tensors that stay as they are, step) -> context manager for several calls of the step that it returns."""
 
 
