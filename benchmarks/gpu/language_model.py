@@ -9,7 +9,7 @@ import gc
 import os
 import time
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -114,6 +114,7 @@ def run(work: Work) -> None:
             _, few = fit(work, sizes, 2, strategies or ("S1",), None, "32-true")
             error = max(float(abs(a - b) / abs(b)) for a, b in zip(few.losses, exact.losses, strict=True))
             row, found = fit(work, sizes, rows, strategies, budget, "bf16-mixed")
+            del row["specs"]
         except Exception as failure:
             wrong.append(name)
             work.record.row(case=name, answer=first_line(failure))
@@ -135,11 +136,21 @@ def run(work: Work) -> None:
         raise AssertionError(f"{wrong!r} failed, or are further than {GOAL:.0%} from the prediction")
 
 
+M = TypeVar("M", bound=Measure)
+
+
 def fit(
-    work: Work, sizes: dict[str, int], rows: int, strategies: tuple[str, ...] | None, budget: int | None, precision: Any
-) -> tuple[dict[str, Any], Measure]:
+    work: Work,
+    sizes: dict[str, int],
+    rows: int,
+    strategies: tuple[str, ...] | None,
+    budget: int | None,
+    precision: Any,
+    *,
+    kind: type[M] = Measure,  # type: ignore[assignment]
+) -> tuple[dict[str, Any], M]:
     """Train for a few steps: what the plan says, and what was measured."""
-    seen = Measure(Allocated(work.device))
+    seen = kind(Allocated(work.device))
     module = LanguageModel(**sizes)
     generator = torch.Generator().manual_seed(1)
     batch = torch.randint(sizes["words"], (rows, sizes["positions"] + 1), generator=generator)
@@ -153,6 +164,7 @@ def fit(
     assert strategy.plan is not None, "there is a plan after a fit"
     row = {
         "plan": ",".join(strategy.plan.strategies),
+        "specs": {rule.strategy: rule.spec for rule in strategy.plan.rules},
         "start_seconds": seen.ready - begun,
         "predicted_bytes": strategy.plan.predicted_peak_bytes,
         "reserved_bytes": torch.cuda.max_memory_reserved(work.device) if work.device.type == "cuda" else None,
