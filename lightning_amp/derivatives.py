@@ -1,4 +1,4 @@
-"""Raise an error on second derivatives through functions with a hand-written backward pass."""
+"""Find leaves of backward passes, and raise an error on second derivatives through hand-written ones."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps

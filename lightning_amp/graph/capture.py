@@ -27,7 +27,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx import GraphModule, Node
-from torch.fx.node import base_types
 
 from lightning_amp._torch import (
     FakeTensor,
@@ -126,14 +125,16 @@ def capture(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *,
     except CannotCapture as reason:
         return Capture(**common, reason=str(reason))
     except Exception as error:
-        # any error: if a forward does not run on fake tensors, it is not captured
         return Capture(**common, reason=f"its forward cannot run on fake tensors: {why_values(error)}")
 
 
 def _kind(value: object) -> str:
     """Return the name of a value's type, and what to do about a cache of keys and values."""
-    name = type(value).__name__
-    return f"{name!r} (use_cache=False leaves it out)" if name.endswith("Cache") else repr(name)
+    return f"{type(value).__name__!r}{' (use_cache=False leaves it out)' * _is_cache(value)}"
+
+
+def _is_cache(value: object) -> bool:
+    return type(value).__name__.endswith("Cache")
 
 
 def _trace(
@@ -156,8 +157,8 @@ def _trace(
         versions = [tensor._version for tensor in tensors]
         with NoPython(tensors) as python, watched(python):
             results, found["output"] = tree_flatten(functional_call(twin, own, call_args, call_kwargs))
-            if others := [one for one in results if one is not None and not isinstance(one, base_types)]:
-                raise CannotCapture(f"its result holds an object of type {_kind(others[0])}")
+            if (cache := next(filter(_is_cache, results), None)) is not None:
+                raise CannotCapture(f"its result holds an object of type {_kind(cache)}")
         if python.reason:
             raise CannotCapture(python.reason)
         found["calls"], found["unlike"] = python.ends(results), python.unlike

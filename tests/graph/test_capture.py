@@ -6,6 +6,7 @@ import re
 import threading
 import weakref
 from collections import deque
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -278,6 +279,18 @@ def test_what_objects_hold_is_a_guard() -> None:
     more.seen[0] = 7.0
     assert as_it_is()
     assert len(captures.all) == 4
+
+
+class Kinds(Enum):
+    A = 1
+
+
+def test_a_result_may_hold_a_constant() -> None:
+    captures, block, x = Captures(), Returns(), x_of()
+    assert captures.of(block, (x, Kinds.A), {}).reason == ""
+    found, kind = captures.run(block, x, Kinds.A)
+    assert kind is Kinds.A
+    assert torch.equal(found, block.layer(x))
 
 
 @pytest.mark.parametrize(("block", "more", "reason"), [

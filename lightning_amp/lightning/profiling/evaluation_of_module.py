@@ -12,8 +12,8 @@ that the Trainer keeps, such as predictions on a CPU, are not counted; computati
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -59,8 +59,8 @@ class EvaluationOfModule:
 
     def __init__(self, trainer: pl.Trainer, step: str, takes: Sequence[Callable[[], Any]]) -> None:
         self._trainer, self._step, self._takes = trainer, step, takes
-        self._late: tuple[int, Any] | None = None
-        self._alone = False
+        self._late: Any = None
+        self._larger: tuple[int, Any] | None = None
         self.counted: dict[int, list[list[Shape]]] = {}
         """Shapes of the batches of each loader that were counted with the rules which are installed."""
         self.counter = EvaluationCount(trainer, step, several=len(takes) > 1)
@@ -213,7 +213,7 @@ class EvaluationOfModule:
     def _found(self, made: Plan, batch: Batch, peak: int, largest: int | None) -> Validation:
         return Validation(
             peak_bytes=peak,
-            training_bytes=made.predicted_peak_bytes if self._late is None else made.training_bytes,
+            training_bytes=made.predicted_peak_bytes if self._larger is None else made.training_bytes,
             batch_size=length_of(batch.tensors),
             largest_batch=largest,
             loader=batch.loader if len(self._takes) > 1 else None,
@@ -221,11 +221,17 @@ class EvaluationOfModule:
 
     def take_late(self, batch: Any) -> None:
         """Use a batch of the first loader, which could not be read before; others are counted if they can be."""
-        self._late, self._alone = (0, batch), False
+        self._late = batch
 
-    def take_larger(self, loader: int, batch: Any) -> None:
-        """Count a batch of a loader by itself, beside what was counted before."""
-        self._late, self._alone = (loader, batch), True
+    @contextmanager
+    def taking_larger(self, loader: int, batch: Any) -> Iterator[None]:
+        """Count a batch of a loader by itself within the block, beside what was counted before."""
+        self._larger = loader, batch
+        try:
+            yield
+        finally:
+            # it would stay on the device
+            self._larger = None
 
     def is_larger(self, loader: int, batch: Any, peak_bytes: int, budget: int) -> bool:
         """Whether a batch may exceed a budget, because a dim is longer than in each counted batch of its loader."""
@@ -234,15 +240,20 @@ class EvaluationOfModule:
 
     def _before(self, made: Plan) -> Validation | None:
         """Return what was predicted of the validation before a larger batch."""
-        return made.validation if self._alone else None
+        return None if self._larger is None else made.validation
 
     def _batches(self) -> list[Batch]:
         self.counter.forget()
-        if self._late is None:
+        if self._larger is None:
+            # a plan made anew has other rules
+            self.counted.clear()
+        if self._larger is not None:
+            taken = [self._larger]
+        elif self._late is None:
             taken = [(loader, take()) for loader, take in enumerate(self._takes)]
         else:
-            taken = [self._late]
-            for loader, take in enumerate(self._takes[1:], 1) if not self._alone else ():
+            taken = [(0, self._late)]
+            for loader, take in enumerate(self._takes[1:], 1):
                 with suppress(DataError):
                     taken.append((loader, take()))
         for loader, batch in taken:

@@ -26,6 +26,7 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.installing.install import Installed, install, install_steps
 from lightning_amp.lightning.checkpoints.shards import Shards
 from lightning_amp.lightning.checkpoints.stage_parameters import StageParameters
+from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.loaders import UNKNOWN
 from lightning_amp.lightning.profiling.make_step_plan import without_compiled
 from lightning_amp.lightning.steps.cells import count_replicas_once
@@ -119,7 +120,8 @@ class InstalledPlan:
         self._foreign.tell_rows(self.again)
         if self._facts.validation is not None:
             mesh, held = self._strategy.mesh, self._request.refuses and self._holds(plan)
-            validation = ValidationOfFit(plan, self._facts, mesh, held=held, count=self._with_validation)
+            current, count = lambda: self._plan, self._with_validation
+            validation = ValidationOfFit(plan, self._facts, mesh, held=held, current=current, count=count)
             self._undo.append(validation.put())
         return shards
 
@@ -150,11 +152,11 @@ class InstalledPlan:
         while self._undo:
             self._undo.pop()()
 
-    def _with_validation(self) -> Plan:
+    def _with_validation(self, validation: EvaluationOfModule) -> Plan:
         """Count the validation again, for the batch that it has taken, and keep the plan."""
         with self._aside():
-            plan = with_validation(self._plan, self._facts)
-            self._keep(with_validation_on(plan, self._facts.device))
+            plan = with_validation(self._plan, self._facts, validation)
+            self._keep(with_validation_on(plan, self._facts.device), logs=self._plan.validation is None)
         return self._plan
 
     # --- leaner plans after running out of memory ---

@@ -31,14 +31,14 @@ from lightning_amp.planning.reports.plan_report import shortfall
 from lightning_amp.techniques.table import STRATEGIES, technique_of_steps
 
 NOT_COUNTED = "the validation is not a part of the predicted peak"
-BY_VALUES = "the validation was counted for its first batch, whose values decide shapes or branches"
+BY_VALUES = "the validation was counted for some batches, whose values decide shapes or branches"
 UNCOUNTED = "it is not counted: give it no longer batches than training; on a CPU a budget that was named is held in it"
 LATER = f"{NOT_COUNTED} yet, and is counted when its first batch comes"
 
 
-def with_validation(plan: Plan, facts: PlanningContext) -> Plan:
+def with_validation(plan: Plan, facts: PlanningContext, found: EvaluationOfModule | None = None) -> Plan:
     """Return a fit's plan with the prediction of its validation; a note says why it has none."""
-    found = facts.validation
+    found = found or facts.validation
     if found is None or plan.fits is False:
         return plan
     elsewhere = [name for name in plan.strategies if STRATEGIES[name].data_axis]
@@ -75,7 +75,8 @@ def _counted(found: EvaluationOfModule, plan: Plan, facts: PlanningContext, *, n
 def _with_note_on_values(plan: Plan, found: EvaluationOfModule) -> Plan:
     """Add that values decide what a validation batch takes."""
     note = f"{BY_VALUES}; another batch can take more: {found.counter.noted}"
-    return replace(plan, notes=(*plan.notes, Explanation(note))) if found.counter.noted else plan
+    others = [one for one in plan.notes if not one.startswith(BY_VALUES)]
+    return replace(plan, notes=(*others, Explanation(note))) if found.counter.noted else plan
 
 
 def _noting(plan: Plan, note: str) -> Plan:
@@ -99,13 +100,23 @@ class ValidationOfFit:
     Args:
         facts: What the plan was made with, and its validation.
         held: Whether the named budget is held while batches run.
+        current: Returns the plan of the run, which may have changed.
         count: Function that returns the plan with the validation counted again, for the batch that it has taken.
     """
 
-    def __init__(self, plan: Plan, facts: PlanningContext, mesh: Any, *, held: bool, count: Callable[[], Plan]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        facts: PlanningContext,
+        mesh: Any,
+        *,
+        held: bool,
+        current: Callable[[], Plan],
+        count: Callable[[EvaluationOfModule], Plan],
+    ) -> None:
         assert facts.validation is not None, "there is a validation"
         self._trainer, self._mesh, self._refuses, self._count = facts.trainer, mesh, facts.request.refuses, count
-        trainer, self._validation, self._plan = facts.trainer, facts.validation, plan
+        trainer, self._validation, self._current = facts.trainer, facts.validation, current
         self._waits = any(note.startswith(LATER) for note in plan.notes)
         self._alone = facts.strategy.world_size == 1
         budget = plan.budget_bytes if held else None
@@ -136,25 +147,28 @@ class ValidationOfFit:
             self._validation.take_late(batch)
             self._count_again("It was counted with its first batch, which could not be read before")
         elif self._may_exceed(loader, batch):
-            self._validation.take_larger(loader, batch)
             of = f" of loader {loader}" if loader else ""
-            self._count_again(f"It was counted with batch {number}{of}, which is larger than those before")
+            with self._validation.taking_larger(loader, batch):
+                self._count_again(f"It was counted with batch {number}{of}, which is larger than those before")
         counted = nullcontext() if self._counted is None else self._counted.counting(args)
         with self._in_chunks(), counted:
             return plain(*args)
 
     def _may_exceed(self, loader: int, batch: Any) -> bool:
-        known, budget = self._plan.validation, self._plan.budget_bytes
-        if not self._alone or known is None or budget is None or self._plan.fits is False:
+        plan = self._current()
+        known, budget = plan.validation, plan.budget_bytes
+        if not self._alone or known is None or budget is None or plan.fits is False:
             return False
         return self._validation.is_larger(loader, batch, known.peak_bytes, budget)
 
     def _count_again(self, which: str) -> None:
         """Count the validation with another batch; all that was said about the plan before it holds without."""
-        before, self._plan = self._plan, self._count()
-        plan = self._plan
+        before = self._current()
+        plan = self._count(self._validation)
         self._note_values(plan)
-        if before.validation is None or plan.validation is None or before.validation.rules != plan.validation.rules:
+        if plan.validation is not None and (
+            before.validation is None or before.validation.rules != plan.validation.rules
+        ):
             # the earlier changes are out between batches
             self._installed = Installed()
             self._install(plan)

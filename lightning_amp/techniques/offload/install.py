@@ -44,7 +44,10 @@ def install(module: nn.Module, spec: Offload, mesh: object) -> Change:
         with around([*module.parameters(), *module.buffers()], partial(step, module)) as call:
             return call(*args, **kwargs)
 
-    run.moves, run.around_calls = moves, around  # type: ignore[attr-defined]
+    run.moves = moves  # type: ignore[attr-defined]
+    if "training_step" not in vars(module):
+        # stages call the step of the class
+        run.around_calls = around  # type: ignore[attr-defined]
     return Change({}, methods={"training_step": run})
 
 

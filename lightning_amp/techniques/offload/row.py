@@ -255,11 +255,14 @@ class _Leaving:
 def variants(seen: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
     """Yield the step with each way to share the budget with replay, if both are requested."""
     look, replay = seen.facts.get(NAME), seen.facts.get("replay")
-    if NAME not in seen.requested or look is None or replay is None:
+    if NAME not in seen.requested or look is None:
         yield seen
         return
-    # a copy for the steps that are compared with each other
+    # a copy for the drafts that are compared with each other, of one budget
     look = look.for_drafts()
+    if replay is None:
+        yield replace(seen, facts={**seen.facts, NAME: look})
+        return
     for rank in range(len(ROOMS) + 1):
         yield replace(seen, facts={**seen.facts, NAME: look, "replay": partial(Tiers, replay, look, seen, rank)})
 

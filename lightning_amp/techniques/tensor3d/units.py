@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -195,7 +194,7 @@ class GridUnits(Units):
             self._inside = False
 
 
-UNITS: WeakKeyDictionary[nn.Module, GridUnits] = WeakKeyDictionary()
+UNITS: dict[nn.Module, GridUnits] = {}
 """Units that run the steps of a module."""
 
 

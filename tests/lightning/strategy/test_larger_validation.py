@@ -2,11 +2,14 @@
 the run ends before it, with a word; its numbers are those without a budget.
 """
 
+import weakref
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -18,7 +21,7 @@ from tests.optimised import Optimised
 from tests.techniques.chunk.small_blocks import Attention
 
 WIDTH, LONGEST = 8, 128
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*seems to require")
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The number of training batches")
 
 
 class Reader(Optimised, by=torch.optim.Adam, lr=0.01):
@@ -55,11 +58,32 @@ def batches(*lengths: int) -> list[Tensor]:
     return [torch.randn(1, n, WIDTH, generator=draws, dtype=torch.float64) for n in lengths]
 
 
-def run(strategy: Any, *lengths: int, val: Any = None) -> tuple[Reader, Any]:
+class Counts(DummyLogger):
+    """Counts how often hyperparameters are logged."""
+
+    n_logged = 0
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        self.n_logged += 1
+
+
+class Alive(Callback):
+    """Counts validation batches that are alive while a later epoch trains."""
+
+    n_alive = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.n_alive += sum(one() is not None for one in VALIDATED)
+
+
+VALIDATED = list["weakref.ref[Tensor]"]()
+
+
+def run(strategy: Any, *lengths: int, val: Any = None, **options: Any) -> tuple[Reader, Any]:
     """Train with short batches, and validate with batches of the given lengths after each of two epochs."""
     module = Reader()
-    trainer = trainer_of(strategy, max_epochs=2, num_sanity_val_steps=0)
-    trainer.fit(module, loader(batches(16, 16)), val or loader(batches(*lengths)))
+    trainer = trainer_of(strategy, max_epochs=2, num_sanity_val_steps=0, **options)
+    trainer.fit(module, loader(batches(16, 16)), loader(batches(*lengths)) if val is None else val)
     return module, getattr(trainer.strategy, "plan", None)
 
 
@@ -85,6 +109,28 @@ def test_a_longer_validation_batch_runs_in_chunks(lengths: tuple[int, ...]) -> N
     assert plan.validation.rules
     assert plan.predicted_peak_bytes == plan.validation.peak_bytes <= budget
     assert module.most[LONGEST] < 0.7 * plain.most[LONGEST]
+
+
+class Drawn(Unread):
+    """Batches of falling and rising lengths, which nothing else holds."""
+
+    def __iter__(self) -> Any:
+        for n in (16, 96, 48, LONGEST):
+            (batch,) = batches(n)
+            VALIDATED.append(weakref.ref(batch))
+            yield batch
+
+
+def test_larger_batches_leave_nothing_behind() -> None:
+    VALIDATED.clear()
+    logger, alive = Counts(), Alive()
+    val = loader(Drawn(16))
+    _, plan = run(AMPStrategy(device_memory=int(0.6 * needed())), val=val, logger=logger, callbacks=[alive])
+    assert plan.validation.rules
+    assert VALIDATED
+    # the first one stays, with which the validation was counted late
+    assert alive.n_alive <= 2
+    assert logger.n_logged <= 2
 
 
 def test_a_longer_validation_batch_that_needs_no_chunks_is_predicted() -> None:

@@ -136,7 +136,9 @@ class PipelinedSteps:
         given = Given()
         # a step that is called once gets the batch itself
         call = given.call if n * self._spec.stages_per_rank > 1 else lambda step, *own: step(*own)
-        whole, part = (lambda: call(plain, batch, *rest)), (lambda j: call(plain, parts[j], *rest))
+        # while the passes run, another technique may be around the step
+        own = [plain]
+        whole, part = (lambda: call(own[0], batch, *rest)), (lambda j: call(own[0], parts[j], *rest))
         seen, muted = partial(self._recorder.recording, record), self._recorder.muted
         at_once = n > 1 and self._spec.schedule == "gpipe"
         if n > 1 and self._check is not None:
@@ -160,8 +162,9 @@ class PipelinedSteps:
         with self._gradients_aside() as parameters:
             again = batch if n * self._spec.stages_per_rank > 1 else None
             held = [*self._module.parameters(), *self._module.buffers(), *tensors_in(batch)]
-            with self._same_tensors(record, again, values=self._looks > 0), self._around(held, plain) as plain:
+            with self._same_tensors(record, again, values=self._looks > 0), self._around(held, plain) as own[0]:
                 ran = self._stages.run(self._order(n), work)
+            own[0] = plain
             self.times, self._looks = ran.times, max(0, self._looks - 1)
             # before gradients are read: gradients of tied parameters are summed over the stages that hold them
             self._parameters.settle()
