@@ -130,6 +130,12 @@ def on_model_axis(base: Plan, model: int) -> Plan:
     return replace(base, mesh=MeshShape(data=data, model=model), rules=rules)
 
 
+STAGES_ON_HOST = (
+    "stages whose activations wait on the host took up to a third more of the device than predicted, with models of"
+    " public libraries, and nothing holds a budget in stages: leave room"
+)
+
+
 def missing_bytes(seen: ProfiledStep, best: Draft, budget: int | None) -> list[str]:
     """Return a note on the memory that a plan lacks; empty if it fits."""
     fits = budget is None or best.peak_bytes <= budget
@@ -189,6 +195,7 @@ def finished(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Ru
             notes += map(Explanation, prediction.notes(seen))
     if host_bytes := host_bytes_of(whole):
         notes.append(f"each rank takes {format_bytes(host_bytes)} of host memory")
+        notes += [STAGES_ON_HOST] if best.stages else []
     notes += missing_bytes(seen, best, base.budget_bytes)
     failed = [why for names, why in compared.dropped.items() if len(names) == 1 and UNEXPECTED in why]
     notes += failed if compared.candidates else list(compared.dropped.values())
