@@ -321,10 +321,13 @@ class Replays:
         if isinstance(stretches, str):
             return stretches
         if bound is not None and bound > 0:
-            # a wider window needs fewer replays, of shorter segments
-            some = [fastest(stretches, bound, kinds=KINDS, window=int(share * bound)) for share in WINDOWS]
-            if fitting := [cuts for cuts in some if cuts and cuts.segments]:
-                return min(fitting, key=lambda cuts: cuts.seconds)
+            # the room for gradients may be more than they take: without a choice that leaves it, a count decides
+            for room in (stretches.gradients, 0.0)[: 1 + bool(np.any(stretches.gradients))]:
+                found = replace(stretches, gradients=room)
+                # a wider window needs fewer replays, of shorter segments
+                some = [fastest(found, bound, kinds=KINDS, window=int(share * bound)) for share in WINDOWS]
+                if fitting := [cuts for cuts in some if cuts and cuts.segments]:
+                    return min(fitting, key=lambda cuts: cuts.seconds)
         # kept segments also add to the forward pass, which the bound does not include
         kinds: tuple[int, ...] = (KEPT, AT_ONCE) if bound is None else (ONE_BY_ONE,)
         if kinds not in self._least:
