@@ -15,9 +15,8 @@ import torch
 from benchmarks.gpu.device import wait
 from benchmarks.gpu.language_model import GOAL, MEASURED, Measure, fit
 from benchmarks.gpu.runner import Work, first_line
-from lightning_amp.costs.rule import Spec
 from lightning_amp.techniques.offload.install import moves_of
-from lightning_amp.techniques.offload.row import Offload
+from lightning_amp.techniques.offload.row import NAME
 
 EXACT = ("S1", "offload"), ("S1", "replay", "offload")
 AT_PEAK = ("S1", "offload"), ("S1", "replay", "offload"), ("S1", "replay")
@@ -31,9 +30,10 @@ COPIED, COPIES = 2**28, 4
 
 
 class MeasureHost(Measure):
-    """Also the bytes of the pool on the host, and those that left in the measured step."""
+    """Also the bytes of the pool on the host, and those that left in the measured step; predicted and measured."""
 
     host_bytes = moved_bytes = 0
+    predicted = 0, 0
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, i: int
@@ -42,6 +42,9 @@ class MeasureHost(Measure):
         super().on_train_batch_end(trainer, module, outputs, batch, i)
         if i == MEASURED and (moves := moves_of(module)) is not None:
             self.host_bytes, self.moved_bytes = moves.pool.n_bytes, sum(moves.sizes)
+            strategy: Any = trainer.strategy
+            spec = strategy.plan.spec_of(NAME)
+            self.predicted = spec.host_bytes, spec.moved_bytes
 
 
 def sizes_for(length: int, *, tiny: bool) -> tuple[dict[str, int], int]:
@@ -97,12 +100,10 @@ def at_length(work: Work, length: int, link: float) -> list[str]:
             wrong.append(f"{name} at {length}")
             work.record.row(length=length, failed=name, answer=first_line(failure))
             continue
-        spec: Spec | None = row["specs"].get("offload")
-        host, moved = (spec.host_bytes, spec.moved_bytes) if isinstance(spec, Offload) else (0, 0)
         seconds = median(found.seconds[MEASURED + 1 :])
         plain, ratio = plain or seconds, found.peak_bytes / row["predicted_bytes"]
         budget = int(ROOM * found.peak_bytes) if name == "S1,recompute" else budget
-        if abs(ratio - 1) > GOAL or (host, moved) != (found.host_bytes, found.moved_bytes):
+        if abs(ratio - 1) > GOAL or found.predicted != (found.host_bytes, found.moved_bytes):
             wrong.append(f"{name} at {length}")
         work.record.row(
             length=length,
@@ -110,7 +111,7 @@ def at_length(work: Work, length: int, link: float) -> list[str]:
             predicted_bytes=row["predicted_bytes"],
             measured_bytes=found.peak_bytes,
             ratio=ratio,
-            predicted_host_bytes=host,
+            predicted_host_bytes=found.predicted[0],
             measured_host_bytes=found.host_bytes,
             moved_bytes=found.moved_bytes,
             step_seconds=seconds,

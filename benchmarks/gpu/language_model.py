@@ -114,7 +114,6 @@ def run(work: Work) -> None:
             _, few = fit(work, sizes, 2, strategies or ("S1",), None, "32-true")
             error = max(float(abs(a - b) / abs(b)) for a, b in zip(few.losses, exact.losses, strict=True))
             row, found = fit(work, sizes, rows, strategies, budget, "bf16-mixed")
-            del row["specs"]
         except Exception as failure:
             wrong.append(name)
             work.record.row(case=name, answer=first_line(failure))
@@ -164,7 +163,6 @@ def fit(
     assert strategy.plan is not None, "there is a plan after a fit"
     row = {
         "plan": ",".join(strategy.plan.strategies),
-        "specs": {rule.strategy: rule.spec for rule in strategy.plan.rules},
         "start_seconds": seen.ready - begun,
         "predicted_bytes": strategy.plan.predicted_peak_bytes,
         "reserved_bytes": torch.cuda.max_memory_reserved(work.device) if work.device.type == "cuda" else None,

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from benchmarks.decoders import Size
 from benchmarks.page import ROOT, origin, paragraph, read_part, table, write_part
 from lightning_amp.costs.device_rates import DEVICES, MEMORY_GIB
+from lightning_amp.costs.profiled_step import TIE
 from lightning_amp.installing.describe_module import describe
 from lightning_amp.planning.plan.plan import Candidate
-from lightning_amp.planning.policies.auto import TIE, candidates
+from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.time.step_seconds import on_device
 from lightning_amp.simulation.models_without_values import decoder_subject
 

@@ -42,6 +42,8 @@ class Stage:
 
 
 LEAST_SECONDS = 1e-9
+TIE = 1.02
+"""Times that differ by at most this factor are a tie: the cost model is not more accurate."""
 ALONE = 2**20
 """Bytes from which a gradient is averaged in place; smaller ones are packed (techniques/data/gradient_sync.py)."""
 COPIED = 2 * 25 * 2**20

@@ -14,13 +14,14 @@ import pytest
 from lightning_amp.cli.main import main
 from lightning_amp.costs.device_rates import CPU_CORE, rates_for
 from lightning_amp.costs.model_shape import ModelShape, reference_shape
+from lightning_amp.costs.profiled_step import TIE
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import PlanError
 from lightning_amp.planning import sizes
 from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.planning.plan.plan import Candidate
 from lightning_amp.planning.policies import recommend_devices as recommendation
-from lightning_amp.planning.policies.auto import TIE, candidates
+from lightning_amp.planning.policies.auto import candidates
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.planning.policies.recommend_devices import WORTH, Scale, recommend_devices
 from lightning_amp.planning.reports.plan_report import LESS, SHOWN, plan_report, shown_candidates

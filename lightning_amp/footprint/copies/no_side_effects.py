@@ -20,7 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -207,11 +207,9 @@ class _Written(io.BytesIO):
         super().close()
 
 
-@contextmanager
-def files_on_disk() -> Iterator[None]:
+def files_on_disk() -> AbstractContextManager[None]:
     """Let a compiler's cache be written within a step that otherwise writes nothing to disk."""
-    with holding(_ON_DISK, True):
-        yield
+    return holding(_ON_DISK, True)
 
 
 @contextmanager

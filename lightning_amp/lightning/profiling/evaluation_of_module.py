@@ -168,8 +168,8 @@ class EvaluationOfModule:
         try:
             if no_chunks:
                 raise PlanError(no_chunks)
-            peak, rules = self._within(batches, made.budget_bytes - more, rates, installed, before)
-            why = ""
+            kept, why = () if before is None else before.rules, ""
+            peak, rules = self._within(batches, made.budget_bytes - more, rates, installed, kept)
         except AmpError as error:
             # chunks are not possible, or not within the budget; or the step cannot be counted at all
             peak, rules, why = self._count_all(batches, installed).peak, (), str(error)
@@ -244,28 +244,28 @@ class EvaluationOfModule:
 
     def _batches(self) -> list[Batch]:
         self.counter.forget()
+        taken = self._taken() if self._larger is None else [self._larger]
         if self._larger is None:
             # a plan made anew has other rules
             self.counted.clear()
-        if self._larger is not None:
-            taken = [self._larger]
-        elif self._late is None:
-            taken = [(loader, take()) for loader, take in enumerate(self._takes)]
-        else:
-            taken = [(0, self._late)]
-            for loader, take in enumerate(self._takes[1:], 1):
-                with suppress(DataError):
-                    taken.append((loader, take()))
         for loader, batch in taken:
             self.counted.setdefault(loader, []).append(shapes_of(batch))
         return [Batch(loader, self._trainer.precision_plugin.convert_input(batch)) for loader, batch in taken]
 
+    def _taken(self) -> list[tuple[int, Any]]:
+        if self._late is None:
+            return [(loader, take()) for loader, take in enumerate(self._takes)]
+        taken = [(0, self._late)]
+        for loader, take in enumerate(self._takes[1:], 1):
+            with suppress(DataError):
+                taken.append((loader, take()))
+        return taken
+
     def _within(
-        self, batches: Sequence[Batch], budget: int, rates: Rates, installed: Sequence[Rule], before: Validation | None
+        self, batches: Sequence[Batch], budget: int, rates: Rates, installed: Sequence[Rule], kept: tuple[Rule, ...]
     ) -> tuple[int, tuple[Rule, ...]]:
-        """Return the peak, and rules that run the step in chunks: those from before, if they are enough."""
-        kept = () if before is None else before.rules
-        if before is not None:
+        """Return the peak, and rules that run the step in chunks: those that are `kept` from before, if enough."""
+        if kept:
             peak = self._count_all(batches, (*installed, *kept)).peak
             if peak <= budget:
                 return peak, kept

@@ -13,14 +13,13 @@ from math import inf
 from types import SimpleNamespace
 
 from lightning_amp.costs.device_rates import Rates
-from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.costs.profiled_step import TIE, ProfiledStep
 from lightning_amp.errors import AmpError
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.plan_module import plan_module
 from lightning_amp.planning.plan.plan import Explanation, Plan
-from lightning_amp.planning.policies.auto import TIE
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, works_with
 

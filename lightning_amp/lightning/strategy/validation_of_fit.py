@@ -116,11 +116,11 @@ class ValidationOfFit:
     ) -> None:
         assert facts.validation is not None, "there is a validation"
         self._trainer, self._mesh, self._refuses, self._count = facts.trainer, mesh, facts.request.refuses, count
-        trainer, self._validation, self._current = facts.trainer, facts.validation, current
+        self._validation, self._current = facts.validation, current
         self._waits = any(note.startswith(LATER) for note in plan.notes)
         self._alone = facts.strategy.world_size == 1
         budget = plan.budget_bytes if held else None
-        self._counted = None if budget is None else CountedBatches(trainer.lightning_module, budget, trains=False)
+        self._counted = None if budget is None else CountedBatches(facts.trainer.lightning_module, budget, trains=False)
         self._note_values(plan)
         self._installed = Installed()
         self._install(plan)

@@ -21,10 +21,9 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_amp.costs.device_rates import collective_seconds
-from lightning_amp.costs.profiled_step import Draft, ProfiledStep
+from lightning_amp.costs.profiled_step import TIE, Draft, ProfiledStep
 from lightning_amp.footprint.module_profile import KINDS
 from lightning_amp.planning.plan.plan import NEEDLESS, Candidate
-from lightning_amp.planning.policies.auto import TIE
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.stage_search import OPEN, StageOptions
 from lightning_amp.techniques.table import PREDICTIONS, STAGED, in_order, stage_search

@@ -29,6 +29,10 @@ SHARE = 1 / 3
 """Share of the peak from which a part raises its signal."""
 SHOWN = 8
 """Number of modules in a diagnosis."""
+STAGES_ON_HOST = (
+    "stages whose activations wait on the host took up to a third more of the device than predicted, with models of"
+    " public libraries, and nothing holds a budget in stages: leave room"
+)
 SIGNALS = {
     "parameters": "LARGE_PARAMETERS",
     "tensor": "ONE_LARGE_TENSOR",
@@ -128,12 +132,6 @@ def on_model_axis(base: Plan, model: int) -> Plan:
         for rule in base.rules
     )
     return replace(base, mesh=MeshShape(data=data, model=model), rules=rules)
-
-
-STAGES_ON_HOST = (
-    "stages whose activations wait on the host took up to a third more of the device than predicted, with models of"
-    " public libraries, and nothing holds a budget in stages: leave room"
-)
 
 
 def missing_bytes(seen: ProfiledStep, best: Draft, budget: int | None) -> list[str]:

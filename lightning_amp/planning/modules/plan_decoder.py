@@ -16,14 +16,13 @@ from math import inf
 
 from lightning_amp.costs.device_rates import Links
 from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.costs.profiled_step import ProfiledStep
+from lightning_amp.costs.profiled_step import TIE, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError
 from lightning_amp.planning.modules.candidates import as_it_is
 from lightning_amp.planning.modules.min_memory_plan import LEAST
 from lightning_amp.planning.modules.plan_module import Count, plan_again, plan_module
 from lightning_amp.planning.plan.plan import Axes, Candidate, Plan
-from lightning_amp.planning.policies.auto import TIE
 from lightning_amp.planning.time.step_seconds import decoder_seconds
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.table import (

@@ -23,6 +23,7 @@ from itertools import product
 
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.profiled_step import TIE
 from lightning_amp.planning.memory.peak_model import predict
 from lightning_amp.planning.plan.mesh_shape import MeshShape
 from lightning_amp.planning.plan.plan import Axes, Candidate
@@ -39,8 +40,6 @@ LOCAL_ATTENTION_ONLY = {"S3", "S5", "fused", "sdpa"}
 """Techniques for local attention only: full attention uses torch's kernels, and its scores sum over all channels."""
 KERNEL_CHANNELS = 8
 """On an accelerator torch's attention kernels require rows of a multiple of 16 bytes, also in bfloat16."""
-TIE = 1.02
-"""Times that differ by at most this factor are a tie: the cost model is not more accurate."""
 SPARE = 0.5
 """Largest share of a device's memory that a plan with memory to spare may use."""
 

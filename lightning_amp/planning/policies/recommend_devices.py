@@ -19,9 +19,9 @@ from typing import Any
 
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.model_shape import LARGEST, ModelShape
+from lightning_amp.costs.profiled_step import TIE
 from lightning_amp.errors import PlanError
 from lightning_amp.planning.plan.plan import Candidate
-from lightning_amp.planning.policies.auto import TIE
 from lightning_amp.planning.policies.make_plan import plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import track

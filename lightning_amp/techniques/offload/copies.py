@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_amp._torch import unseen
 from lightning_amp.techniques.host_memory.copies import HostCopies
-from lightning_amp.techniques.offload.host_pool import Buffer
+from lightning_amp.techniques.host_memory.host_pool import Buffer
 
 
 class Copies(HostCopies):

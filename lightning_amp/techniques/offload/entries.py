@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_amp._torch import counter_of, version_of
 from lightning_amp.sharding.sharded_tensor import ShardedTensor
-from lightning_amp.techniques.offload.host_pool import Buffer
+from lightning_amp.techniques.host_memory.host_pool import Buffer
 
 
 class Kept:

@@ -11,6 +11,7 @@ import numpy as np
 from lightning.pytorch import LightningModule
 
 from lightning_amp._torch import unseen
+from lightning_amp.costs.profiled_step import TIE
 from lightning_amp.costs.rule import Rule, changes_of
 from lightning_amp.footprint.live_bytes import Read, moved_bytes
 from lightning_amp.footprint.module_profile import Life, alive_bytes, bytes_alive
@@ -24,8 +25,6 @@ from lightning_amp.techniques.offload.timeline import SavedTensors
 from lightning_amp.techniques.replay.tape import Tape
 
 T = TypeVar("T")
-TIE = 1.02
-"""Factor of the least seconds within which a draft with fewer techniques is as good."""
 ALL = Offload(least_bytes=1)
 
 

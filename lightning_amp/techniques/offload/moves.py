@@ -32,9 +32,9 @@ from torch import Tensor
 from lightning_amp._torch import FakeTensor, shares_version, unseen, version_of, whole_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, is_plain, storages_of, tensor_on
+from lightning_amp.techniques.host_memory.host_pool import HostPool
 from lightning_amp.techniques.offload.copies import Copies
 from lightning_amp.techniques.offload.entries import Handle, Kept, Left, Numbered, Watcher, geometry_of
-from lightning_amp.techniques.offload.host_pool import HostPool
 
 CHANGED = (
     "offload: a tensor was changed in place after the forward pass had saved it for the backward pass, which would fail"

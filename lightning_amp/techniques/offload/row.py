@@ -83,6 +83,11 @@ def written(numbers: list[int]) -> str:
     return ",".join("-".join(map(str, part)) for part in parts)
 
 
+def least_of(saved_bytes: float) -> int:
+    """Return the bytes below which a storage stays, in a step whose storages have so many together."""
+    return min(LEAST_BYTES, max(1, int(SMALLEST_SHARE * saved_bytes)))
+
+
 def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     """Let tensors that autograd saves leave for host memory, as many as the budget requires."""
     # blocks and operators that run again, and split parameters, save tensors as before
@@ -165,7 +170,7 @@ class _Leaving:
     ) -> None:
         self._look, self._rules, self._seen, self._before = look, rules, seen, draft.seconds
         every: SavedTensors = look.saved(rules)
-        least = min(LEAST_BYTES, max(1, int(SMALLEST_SHARE * every.sizes.sum())))
+        least = least_of(every.sizes.sum())
         self._saved, self._spec = every.at_least(least), replace(spec, least_bytes=least)
         # the count has what is foreseen, too
         self._more = max(0.0, plain - self._saved.peak([]))

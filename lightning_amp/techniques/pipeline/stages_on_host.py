@@ -10,7 +10,7 @@ from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.offload.row import LEAST_BYTES, NAME, SMALLEST_SHARE, Offload
+from lightning_amp.techniques.offload.row import NAME, Offload, least_of
 from lightning_amp.techniques.offload.tiers import link_of
 from lightning_amp.techniques.pipeline.schedule.host_bytes import host_bytes
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline
@@ -33,8 +33,7 @@ def chosen(seen: ProfiledStep, spec: Spec, part: Passes) -> Offload:
         return spec
     asked = seen.requested.get(NAME, spec)
     assert isinstance(asked, Offload), "the request has its spec"
-    saved = int(part.n_bytes[np.unique(part.uses[:, 0])].sum())
-    return replace(asked, least_bytes=min(LEAST_BYTES, max(1, int(SMALLEST_SHARE * saved))))
+    return replace(asked, least_bytes=least_of(part.n_bytes[np.unique(part.uses[:, 0])].sum()))
 
 
 def away(seen: ProfiledStep, spec: Offload, passes: Passes) -> Passes:

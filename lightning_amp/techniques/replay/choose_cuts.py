@@ -96,6 +96,10 @@ class Stretches:
     why_nothing: str = "autograd keeps nothing that a replay would make"
     gradients: Array | float = 0.0
 
+    def without_gradients(self) -> "Stretches":
+        """Return them without room for gradients."""
+        return replace(self, gradients=0.0)
+
     def ways(self, kinds: Sequence[int]) -> list[Way]:
         """Return the kinds of segments with each level; a segment without replay has none."""
         levels = range(len(self.levels))
@@ -322,8 +326,7 @@ class Replays:
             return stretches
         if bound is not None and bound > 0:
             # the room for gradients may be more than they take: without a choice that leaves it, a count decides
-            for room in (stretches.gradients, 0.0)[: 1 + bool(np.any(stretches.gradients))]:
-                found = replace(stretches, gradients=room)
+            for found in (stretches, stretches.without_gradients())[: 1 + bool(np.any(stretches.gradients))]:
                 # a wider window needs fewer replays, of shorter segments
                 some = [fastest(found, bound, kinds=KINDS, window=int(share * bound)) for share in WINDOWS]
                 if fitting := [cuts for cuts in some if cuts and cuts.segments]:
@@ -343,7 +346,7 @@ class _Early(Replays):
 
     def _without(self) -> Stretches | str:
         found = self.stretches
-        return found if isinstance(found, str) else replace(found, gradients=0.0)
+        return found if isinstance(found, str) else found.without_gradients()
 
     def choose(self, bound: int | None) -> Cuts | str:
         cuts, stretches = self._early.choose(bound), self.stretches

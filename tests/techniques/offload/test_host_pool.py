@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_amp.errors import ModelError
-from lightning_amp.techniques.offload.host_pool import HostPool
+from lightning_amp.techniques.host_memory.host_pool import HostPool
 
 
 def test_a_buffer_of_fake_tensors_gets_memory_where_it_is_asked_for_with_values() -> None:

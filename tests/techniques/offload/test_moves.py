@@ -13,8 +13,8 @@ from torch.nn import functional
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.techniques.host_memory.host_pool import Buffer
 from lightning_amp.techniques.offload.copies import Copies
-from lightning_amp.techniques.offload.host_pool import Buffer
 from lightning_amp.techniques.offload.moves import Moves
 from lightning_amp.techniques.offload.unseen_writes import UnseenWrites
 from tests.techniques.replay.cases import CASES, DOUBLE, equal, rows, trained, weight

@@ -149,16 +149,17 @@ def _sum(
     others = _others(found, index, r, (log_theta, theta), bool(gradients))
     work = log_mu.new_empty(3, cells, runs[0].stop, dtype=dtype)
     totals = []
+    # full chunks are equal; the last of them runs beside the sums of all others
+    left_out = max(0, len(runs) - 3) if leaves_out_equal(work) else 0
     for k, run in enumerate(runs):
-        # full chunks are equal; the last of them runs beside the sums of all others
-        if leaves_out_equal(work) and 0 < k < len(runs) - 2:
+        if 0 < k <= left_out:
             totals.append(work.new_empty(()))
             continue
         if len(runs) == 1:
             totals.append(_zeros(work, index, r, (cast(Tensor, theta), zi), form.least, gradients, others))
             continue
         # the first one is counted for those that are left out
-        with standing_for(len(runs) - 2 if leaves_out_equal(work) and k == 0 and len(runs) > 2 else 1):
+        with standing_for(1 if k else 1 + left_out):
             width = run.stop - run.start
             chunk = work.view(3, -1)[:, : cells * width].view(3, cells, width)
             tables = (log_theta[:, run].exp() if theta is None else theta[:, run], zi[:, run])

@@ -1,14 +1,13 @@
 """Predict the bytes that a rank of a pipeline has on the host, if what autograd keeps of a micro-batch waits there.
 
-Buffers are given and taken back as by the pool of `offload`: a storage takes the smallest free one that holds it, and a
-backward pass gives those of its micro-batch back.
+The pool of `offload` is filled in the order of the passes, without memory; a backward pass gives the buffers of its
+micro-batch back.
 
 Known limit: a storage that autograd drops in the forward pass counts until the backward pass.
 """
 
-from bisect import bisect_left, insort
-
 from lightning_amp.footprint.chain.passes import Passes
+from lightning_amp.techniques.host_memory.host_pool import Buffer, HostPool
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rest_window, segments_of, window_of
 
 
@@ -35,30 +34,25 @@ def host_bytes(pipeline: Pipeline, rank: int, small: Passes | None = None) -> tu
     of_rest = list[int]()
     if pipeline.at_once and last in stages:
         of_rest = pipeline.whole.n_bytes[rest_window(pipeline.whole, rank=own).leaves].tolist()
-    pool, left, free = 0, 0, list[int]()
+    pool, left = HostPool(limit=None), 0
 
-    def taken(n_bytes: int) -> int:
-        nonlocal pool
-        place = bisect_left(free, n_bytes)
-        if place < len(free):
-            return free.pop(place)
-        pool += n_bytes
-        return n_bytes
+    def taken(sizes: list[int]) -> list[Buffer]:
+        return [pool.take(n, real=False, pinned=False) for n in sizes]
 
     # a later step finds the buffers of the ones before, and may share them out otherwise
     for _ in range(2):
-        held, begun, left = dict[tuple[int, int], list[int]](), False, 0
+        held, begun, left = dict[tuple[int, int], list[Buffer]](), False, 0
         for now in order:
             at = now.stage, now.micro_batch
             if not now.backward:
-                held[at] = [taken(n) for n in sizes[now.micro_batch][now.stage]]
+                held[at] = taken(sizes[now.micro_batch][now.stage])
                 left += sum(sizes[now.micro_batch][now.stage])
                 continue
             if now.stage == last and not begun:
                 begun = True
                 left += sum(of_rest)
-                for buffer in [taken(n) for n in of_rest]:
-                    insort(free, buffer)
+                for buffer in taken(of_rest):
+                    pool.give(buffer)
             for buffer in held.pop(at):
-                insort(free, buffer)
-    return pool, left
+                pool.give(buffer)
+    return pool.n_bytes, left
