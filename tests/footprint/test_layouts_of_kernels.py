@@ -1,4 +1,4 @@
-"""Claim: a step with batch norm over a transposed input is counted with the strides that the CPU kernels give."""
+"""Claim: norms of transposed inputs, or under autocast, are counted with the strides and dtypes of the CPU kernels."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -39,6 +39,28 @@ def test_results_have_the_strides_of_the_kernels(sizes: tuple[int, ...]) -> None
     for x in layouts(*sizes):
         for grad in (torch.randn(sizes), torch.empty_like(x)):
             assert made(x, grad, QuickFakes(valid=True)) == made(x, grad, None)
+
+
+def test_norms_of_bfloat16_with_weights_of_float32_have_the_dtypes_of_the_kernels() -> None:
+    real = torch.ones(4, 6, 8, dtype=torch.bfloat16), torch.ones(6), torch.ones(8)
+
+    def made(fake: QuickFakes | None) -> list[tuple[torch.dtype, int]]:
+        x, of_channels, of_rows = real if fake is None else map(fake.from_tensor, real)
+        with fake or nullcontext():
+            rows = ATEN.native_layer_norm.default(x, [8], of_rows, of_rows, 1e-5)
+            groups = ATEN.native_group_norm.default(x, of_channels, of_channels, 4, 6, 8, 2, 1e-5)
+            channels = ATEN.native_batch_norm.default(x, of_channels, of_channels, None, None, True, 0.1, 1e-5)
+            needed = [True, True, True]
+            back = [
+                ATEN.native_layer_norm_backward.default(x, x, [8], *rows[1:], of_rows, of_rows, needed),
+                ATEN.native_group_norm_backward.default(x, x, *groups[1:], of_channels, 4, 6, 8, 2, needed),
+                ATEN.native_batch_norm_backward.default(
+                    x, x, of_channels, None, None, *channels[1:], True, 1e-5, needed
+                ),
+            ]
+            return [(t.dtype, t.untyped_storage().nbytes()) for t in (*rows, *groups, *channels, *sum(back, ()))]
+
+    assert made(QuickFakes(valid=True)) == made(None)
 
 
 class Series(Optimised, by=torch.optim.Adam):

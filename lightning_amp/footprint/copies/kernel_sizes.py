@@ -1,15 +1,48 @@
-"""Sizes of what two kernels return, where torch's rules for fake tensors have others."""
+"""Sizes, strides and dtypes of what kernels return, where torch's rules for fake tensors have others."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_amp._torch import RNN_ON_CPU
+from lightning_amp._torch import RNN_ON_CPU, suggest_memory_format
+from lightning_amp.footprint.target_device import launches_operators
+
+_aten = torch.ops.aten
+IN_MEMORY_FORMAT = {
+    _aten.native_batch_norm.default: 0,
+    _aten.native_batch_norm_backward.default: 1,
+    _aten.roll.default: 0,
+}
+"""Operators whose CPU kernels write their first result contiguously or channels last, with the index of the argument
+that decides; torch's rules for fake tensors keep other strides, such as those of a transposed argument."""
+WEIGHT_OF = {_aten.native_layer_norm.default: 2, _aten.native_group_norm.default: 1, _aten.native_batch_norm.default: 1}
+"""Norms, with the index of their weight. Under autocast its dtype differs from the input's; CPU kernels then return
+means and deviations in the weight's, but torch's rules for fake tensors in the input's."""
+GROUP_NORM_BACK = _aten.native_group_norm_backward.default
+CORRECTED = {*IN_MEMORY_FORMAT, *WEIGHT_OF, GROUP_NORM_BACK}
+"""Operators for which `corrections` may yield something."""
 
 MOST_LEFT = 2**26
 """Most reserve bytes of an RNN kernel that is run to measure them."""
 _left: dict[Any, int] = {}
+
+
+def corrections(func: Any, args: Any, results: Sequence[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the place of each result that a kernel returns otherwise, and how, as options of `empty_like`."""
+    if func is GROUP_NORM_BACK and results[0] is not None and results[0].dtype != args[1].dtype:
+        # the gradient of the input has its dtype; torch's rule promotes it to the weight's
+        yield 0, {"dtype": args[1].dtype}
+    if launches_operators(args[0]):
+        return
+    weight = args[WEIGHT_OF[func]] if func in WEIGHT_OF else None
+    if weight is not None and weight.dtype != args[0].dtype:
+        yield from ((place, {"dtype": weight.dtype}) for place in (1, 2))
+    if func in IN_MEMORY_FORMAT:
+        layout = suggest_memory_format(args[IN_MEMORY_FORMAT[func]])
+        if results[0] is not None and not results[0].is_contiguous(memory_format=layout):
+            yield 0, {"memory_format": layout}
 
 
 def grouped_layout(one: Tensor, other: Tensor, ends: Tensor | None = None) -> tuple[list[int], list[int]]:

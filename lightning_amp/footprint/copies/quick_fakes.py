@@ -28,12 +28,11 @@ from lightning_amp._torch import (
     fake_like,
     pack_padded,
     special_fakes,
-    suggest_memory_format,
     tree_leaves,
     tree_map,
 )
 from lightning_amp.footprint.copies.batch_values import BatchReads
-from lightning_amp.footprint.copies.kernel_sizes import grouped_layout, left_by_rnn
+from lightning_amp.footprint.copies.kernel_sizes import CORRECTED, corrections, grouped_layout, left_by_rnn
 from lightning_amp.footprint.copies.known_values import Unowned, note, number_of, read_of
 from lightning_amp.footprint.copies.noted_values import (
     BACKWARD_SELECTS,
@@ -44,13 +43,6 @@ from lightning_amp.footprint.copies.noted_values import (
 )
 from lightning_amp.footprint.target_device import launches_operators
 
-IN_MEMORY_FORMAT = {
-    torch.ops.aten.native_batch_norm.default: 0,
-    torch.ops.aten.native_batch_norm_backward.default: 1,
-    torch.ops.aten.roll.default: 0,
-}
-"""Operators whose CPU kernels write their first result contiguously or channels last, with the index of the argument
-that decides; torch's rules for fake tensors keep other strides, such as those of a transposed argument."""
 _SPECIAL = {IS_ALL_TRUE, torch.ops.aten.bincount.default, GROUPED_MM, CTC_LOSS, RNN_ON_CPU, pack_padded}
 """Operators whose results differ here from those of torch's rules, or whose shapes values decide without a tag."""
 _aten = torch.ops.aten
@@ -266,17 +258,14 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
         return self._computed(func, types, args, kwargs) if known is None else args[known]
 
     def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Return torch's result, with the strides of the CPU kernel."""
+        """Return torch's result, with the strides and dtypes of the kernel."""
         result: Any = super().dispatch(func, types, args, kwargs)
-        if func not in IN_MEMORY_FORMAT or launches_operators(args[0]):
+        if func not in CORRECTED:
             return result
-        first, *others = result if isinstance(result, tuple) else (result,)
-        layout = suggest_memory_format(args[IN_MEMORY_FORMAT[func]])
-        if first is None or first.is_contiguous(memory_format=layout):
-            return result
-        like = torch.ops.aten.empty_like.default
-        made = super().dispatch(like, types, (first,), {"memory_format": layout})
-        return (made, *others) if isinstance(result, tuple) else made
+        results = [*result] if isinstance(result, tuple) else [result]
+        for place, options in corrections(func, args, results):
+            results[place] = super().dispatch(torch.ops.aten.empty_like.default, types, (results[place],), options)
+        return tuple(results) if isinstance(result, tuple) else results[0]
 
     def _describe(self, values: Iterable[Any], key: list[Any], *, offsets: bool) -> bool:
         """Add everything that a result may depend on to a key; return False if it depends on more than layouts."""
