@@ -176,6 +176,8 @@ class Stages:
         # With dropout in a head, the loss differs in every run, so that the losses of parts and full batch can only be
         # compared without dropout.
         ran.wrote |= any(tensor._version != version for tensor, version in self.walk.versions_after)
+        # they hold the micro-batch's graph, and with it what the stage has received
+        self.walk.versions_after = []
         ran.drew |= not torch.equal(self.walk.random_state_after, packed_draws())
         return (work.weights[j] * loss_of(returned) if work.weights else None), leaves
 

@@ -216,7 +216,7 @@ class _StageWalk:
         self._always += 0 if whole.frees_gradients else self._gradients
         ends_here = self._last % len(pipeline.orders) == rank
         self._segments = segments_of(pipeline, rank)
-        self._always += (3 if ends_here else 2) * DRAWS
+        self._always += (2 if ends_here else 1) * DRAWS
         self._now = self.most = self._always
         self._begun: set[int] = set()
         self._came = self._sent = self._results = 0
