@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_amp.footprint.module_profile import BACKWARD, GRADIENTS, OPTIMISER, PARAMETERS, STATE
+from lightning_amp.footprint.module_profile import BACKWARD, BATCH, GRADIENTS, OPTIMISER, PARAMETERS, STATE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class Passes:
         optimises: Whether an operator belongs to the optimizer step, [operator].
         seconds: Time of each operator, [operator].
         birth, held: First operator of each storage, and the last at which Python holds it, [storage]. Parameters,
-            gradients, optimizer state and the batch are not included.
+            gradients, optimizer state and the batch are not included, except for `copies`.
         n_bytes: Bytes of each storage, [storage].
         computed: Whether it depends on parameters, [storage].
         of_blocks: Whether a block made it, or it depends on a block's result, [storage].
@@ -61,6 +61,9 @@ class Passes:
         maker: For each operator of the backward pass, the forward operator that made its node; -1 for others.
         inputs, outputs: Storages that each block receives and returns.
         sent_bytes: Bytes of the tensors that each block returns, [K].
+        strided_bytes: Bytes of those of them that are not contiguous, and are copied to be sent, [K].
+        copies: Storages of the batch of which every call of the step gets a copy, if it is called several times.
+        writes_batch: Whether the step writes into the batch.
         returned: Storages that the last segment makes and the step returns.
         uses: Storages that autograd keeps: storage, segment that keeps it, last operator at which it is kept, operator
             that made the node that reads it, first operator of that node (-1 if none does), [use, 5].
@@ -91,6 +94,9 @@ class Passes:
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     sent_bytes: tuple[int, ...]
+    strided_bytes: tuple[int, ...]
+    copies: tuple[int, ...]
+    writes_batch: bool
     returned: tuple[int, ...]
     uses: Any
     gradients: Any
@@ -114,13 +120,23 @@ class Passes:
         def between(one: Any, two: Any) -> Any:
             return np.maximum(one + share * (np.asarray(two, dtype=float) - one), 0)
 
+        def of_blocks(one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(int(n) for n in between(np.asarray(one), two).round())
+
         return replace(
             self,
             rows=rows,
             n_bytes=between(self.n_bytes, other.n_bytes).round().astype(np.int64),
             seconds=between(self.seconds, other.seconds),
-            sent_bytes=tuple(int(n) for n in between(np.asarray(self.sent_bytes), other.sent_bytes).round()),
+            sent_bytes=of_blocks(self.sent_bytes, other.sent_bytes),
+            strided_bytes=of_blocks(self.strided_bytes, other.strided_bytes),
         )
+
+    def called_once(self) -> "Passes":
+        """Return the passes of a step that gets the batch itself."""
+        n_bytes = self.n_bytes.copy()
+        n_bytes[list(self.copies)] = 0
+        return replace(self, n_bytes=n_bytes, writes_batch=False)
 
 
 def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "Passes | str":
@@ -244,7 +260,7 @@ class _Cut:
         back = next((t for t, phase in enumerate(self._phases) if phase == BACKWARD), len(step.work))
         self._first = np.array([0, *(call.end + 1 for call in calls), back])
         kept = [life for life in step.lives if life.kind not in (PARAMETERS, GRADIENTS, STATE)]
-        self._lives = [life for life in kept if life.name != "batch"]
+        self._lives = [life for life in kept if life.name != BATCH or id(life) in step.integers]
         self._place = {id(life): i for i, life in enumerate(self._lives)}
         # autograd's number when each forward operator ran; its own node has a smaller number
         self._numbers = np.maximum.accumulate(np.array(step.orders[:back]))
@@ -276,7 +292,8 @@ class _Cut:
             seconds=np.array(step.took),
             birth=_whole(life.birth for life in lives),
             held=_whole(self._held(life) for life in lives),
-            n_bytes=_whole(life.n_bytes for life in lives),
+            # a copy has the bytes of a tensor, which may be a part of its storage
+            n_bytes=_whole(step.integers.get(id(life), life.n_bytes) for life in lives),
             computed=np.array([id(life) in step.computed for life in lives], dtype=bool),
             of_blocks=np.array([id(life) in step.of_blocks for life in lives], dtype=bool),
             needs=self._needs,
@@ -284,6 +301,9 @@ class _Cut:
             inputs=tuple(self._places(call.inputs) for call in self._calls),
             outputs=tuple(self._places(call.outputs) for call in self._calls),
             sent_bytes=tuple(call.output_bytes for call in self._calls),
+            strided_bytes=tuple(call.strided_bytes for call in self._calls),
+            copies=tuple(self._place[life] for life in step.integers if life in self._place),
+            writes_batch=BATCH in step.written,
             returned=self._places([life for life in step.returned if life.birth >= self._first[-2]]),
             uses=np.array(list(self._uses()), dtype=np.int64).reshape(-1, 5),
             gradients=np.array(
@@ -298,7 +318,7 @@ class _Cut:
             ).reshape(-1, 4),
             parameters=tuple(self._parameters(kinds)),
             buffer_bytes=sum(life.n_bytes for name, life in kinds[PARAMETERS].items() if name not in step.trained),
-            batch_bytes=sum(life.n_bytes for life in step.lives if life.name == "batch"),
+            batch_bytes=sum(life.n_bytes for life in step.lives if life.name == BATCH),
             frees_gradients=step.frees_gradients,
         )
 
@@ -346,6 +366,9 @@ class _Cut:
         """Return the last operator at which something other than autograd holds a storage. Autograd counts too for
         storages that a backward pass makes, because they may belong to a graph that is created and used there.
         """
+        if id(life) in self._step.integers:
+            # a call has it
+            return int(self._first[-1]) - 1
         death = self._last if life.death is None else life.death
         if self._phases[life.birth] == BACKWARD:
             return int(max(death, self._kept_again.get(id(life), 0)))

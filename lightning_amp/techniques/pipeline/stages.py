@@ -108,7 +108,10 @@ class _Shape:
 
     def pipeline(self, part: Passes, ends: tuple[int, ...]) -> Pipeline:
         """The pipeline with a micro-batch's passes, cut at these ends."""
-        return Pipeline(part=part, whole=self.whole, ends=ends, orders=self.orders, at_once=self.at_once)
+        whole = self.whole
+        if self.micro_batches * self.each == 1:
+            part, whole = part.called_once(), whole.called_once()
+        return Pipeline(part=part, whole=whole, ends=ends, orders=self.orders, at_once=self.at_once)
 
     def seconds(self, part: Passes) -> LayerSeconds:
         """Seconds of a micro-batch's blocks."""
