@@ -132,6 +132,11 @@ class Passes:
             strided_bytes=of_blocks(self.strided_bytes, other.strided_bytes),
         )
 
+    def may_leave(self) -> Any:
+        """Mask of the storages that leave for the host if autograd keeps them; arguments of the step stay."""
+        least = np.inf if self.away is None else max(self.away, 1)
+        return (self.n_bytes >= least) & ~np.isin(np.arange(len(self.n_bytes)), self.copies)
+
     def called_once(self) -> "Passes":
         """Return the passes of a step that gets the batch itself."""
         n_bytes = self.n_bytes.copy()

@@ -61,8 +61,8 @@ class StageWindow:
         self._here[list(passes.outputs[start - 1]) if start else []] = True
         # in the order in which autograd saves them; also of what the rank computes before its blocks
         saved = passes.uses[self._is_own(passes.uses[:, 1], passes.uses[:, 3]) | np.isin(passes.uses[:, 3], present), 0]
-        least = np.inf if passes.away is None else max(passes.away, 1)
-        self.leaves = [i for i in dict.fromkeys(saved.tolist()) if self._here[i] and passes.n_bytes[i] >= least]
+        leaves = self._here & passes.may_leave()
+        self.leaves = [i for i in dict.fromkeys(saved.tolist()) if leaves[i]]
         self._away = np.isin(np.arange(n), self.leaves)
         end = len(passes.segment)
         self._until[list(returned)], self._away[list(returned)] = end, False
