@@ -70,6 +70,8 @@ class Passes:
         gradients: Gradients: operator, bytes, segment whose backward pass makes it, and the last operator at which its
             node has not returned it, [gradient, 4]. A node returns all of its gradients together: a node that runs in
             chunks holds those of its inputs and parameters from its first chunk to its last.
+        sums: Parts that autograd adds up to the gradient of a parameter which several segments read: row of `gradients`,
+            storage, last operator at which its node has not returned it (-1 for a sum of two others), [part, 3].
         parameters: All parameters.
         buffer_bytes, batch_bytes: Bytes of buffers, and of the batch.
         frees_gradients: Whether the last step's gradients are freed before this step.
@@ -100,6 +102,7 @@ class Passes:
     returned: tuple[int, ...]
     uses: Any
     gradients: Any
+    sums: Any
     parameters: tuple[Parameter, ...]
     buffer_bytes: int
     batch_bytes: int
@@ -287,6 +290,8 @@ class _Cut:
         kinds = {
             kind: {life.name: life for life in step.lives if life.kind == kind} for kind in (PARAMETERS, GRADIENTS)
         }
+        # a gradient born at 0 exists before the step, and is only added to
+        gradients = [life for life in kinds[GRADIENTS].values() if life.birth and segment[life.birth] >= 0]
         return Passes(
             rows=self._rows,
             names=tuple(call.fqn for call in self._calls),
@@ -312,20 +317,34 @@ class _Cut:
             returned=self._places([life for life in step.returned if life.birth >= self._first[-2]]),
             uses=np.array(list(self._uses()), dtype=np.int64).reshape(-1, 5),
             gradients=np.array(
-                [
-                    # returned with the last operator of its node, and at least one operator later
-                    (t, life.n_bytes, segment[t], max(t + 1, self._last_of.get(step.orders[t], 0)))
-                    for life in kinds[GRADIENTS].values()
-                    # a gradient born at 0 exists before the step, and is only added to
-                    if (t := life.birth) and segment[t] >= 0
-                ],
-                dtype=np.int64,
+                [(t := life.birth, life.n_bytes, segment[t], self._returned(t)) for life in gradients], dtype=np.int64
             ).reshape(-1, 4),
+            sums=np.array(
+                [(row, *part) for row, life in enumerate(gradients) for part in self._added(life)], dtype=np.int64
+            ).reshape(-1, 3),
             parameters=tuple(self._parameters(kinds)),
             buffer_bytes=sum(life.n_bytes for name, life in kinds[PARAMETERS].items() if name not in step.trained),
             batch_bytes=sum(life.n_bytes for life in step.lives if life.name == BATCH),
             frees_gradients=step.frees_gradients,
         )
+
+    def _returned(self, t: int) -> int:
+        """Return the last operator at which a node has not returned what operator `t` has made."""
+        # returned with the last operator of its node, and at least one operator later
+        return max(t + 1, self._last_of.get(self._step.orders[t], 0))
+
+    def _added(self, total: Any) -> Iterator[tuple[int, int]]:
+        """Yield what autograd has added up to a storage, and until when a node has it."""
+        back = int(self._first[-1])
+        if self._step.operators[total.birth] != "add":
+            return
+        ended = (life for life in self._lives if life.death == total.birth and back <= life.birth < total.birth)
+        parts = [life for life in ended if life.n_bytes == total.n_bytes]
+        if len(parts) == 2:
+            for part in parts:
+                below = [*self._added(part)]
+                yield self._place[id(part)], -1 if below else self._returned(part.birth)
+                yield from below
 
     def _places(self, lives: Sequence[Any]) -> tuple[int, ...]:
         return tuple(self._place[id(life)] for life in lives if id(life) in self._place)

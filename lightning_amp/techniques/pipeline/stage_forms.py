@@ -95,8 +95,9 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
     segment[places], optimises[places], seconds[places] = passes.segment, passes.optimises, passes.seconds
     maker = np.full(total, -1)
     maker[places] = passes.maker
-    uses, gradients = passes.uses.copy(), passes.gradients.copy()
+    uses, gradients, sums = passes.uses.copy(), passes.gradients.copy(), passes.sums.copy()
     uses[:, [2, 4]], gradients[:, [0, 3]] = later(uses[:, [2, 4]]), later(gradients[:, [0, 3]])
+    sums[:, 2] = later(sums[:, 2])
     births, ends, sizes = [later(passes.birth)], [later(passes.held)], [passes.n_bytes]
     for (_, i), start in zip(listed, starts + added[:-1], strict=True):
         begin, end = int(passes.called[i]), int(passes.first[i + 1])
@@ -129,6 +130,7 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
         maker=maker,
         uses=uses,
         gradients=gradients,
+        sums=sums,
     )
 
 
