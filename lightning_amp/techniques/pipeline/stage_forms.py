@@ -96,8 +96,9 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
     maker = np.full(total, -1)
     maker[places] = passes.maker
     uses, gradients, sums = passes.uses.copy(), passes.gradients.copy(), passes.sums.copy()
-    uses[:, [2, 4]], gradients[:, [0, 3]] = later(uses[:, [2, 4]]), later(gradients[:, [0, 3]])
-    sums[:, 2] = later(sums[:, 2])
+    uses[:, [2, 4]], gradients[:, 0] = later(uses[:, [2, 4]]), later(gradients[:, 0])
+    # a gradient is returned before the next block's forward pass is repeated
+    gradients[:, 3], sums[:, 2] = later(gradients[:, 3] - 1) + 1, later(sums[:, 2] - 1) + 1
     births, ends, sizes = [later(passes.birth)], [later(passes.held)], [passes.n_bytes]
     for (_, i), start in zip(listed, starts + added[:-1], strict=True):
         begin, end = int(passes.called[i]), int(passes.first[i + 1])

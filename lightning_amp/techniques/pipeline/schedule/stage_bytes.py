@@ -270,7 +270,9 @@ class _StageWalk:
         self._begun.add(stage)
         # the window of the backward pass starts with the kept bytes; what was sent has arrived
         self._now -= own.kept + own.sent
-        self._reach(own.first_backward if first else own.backward)
+        # which backward passes begin with
+        strided = self._pipeline.part.strided_bytes[-1] if stage == self._last and self._pipeline.at_once else 0
+        self._reach((own.first_backward if first else own.backward) + strided)
         # gradients of a later micro-batch are added to these, and exist only until then (`own.backward`)
         if first:
             # gradients of what follows the blocks exist already
@@ -283,9 +285,9 @@ class _StageWalk:
     def _rest(self) -> None:
         rest = rest_bytes(self._pipeline.whole, rank=self._segments)
         self._rest_done = True
-        # a random state to compare with
+        # a random state to compare with; gradients of inputs that are not contiguous are copied
         self._reach(rest.forward + DRAWS)
-        self._reach(rest.backward + DRAWS)
+        self._reach(rest.backward + DRAWS + self._pipeline.whole.strided_bytes[-1])
         self._came += rest.gradients
         # the gradients of its inputs are views of one tensor
         self._now += rest.gradients + rest.inputs + rest.returned
