@@ -20,6 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from lightning_amp.footprint.chain.impossible_stages import (
+    calls_of,
+    drawn_before,
+    homes_of,
+    impossible,
+    readers_of,
+    skips,
+)
 from lightning_amp.footprint.module_profile import BACKWARD, BATCH, GRADIENTS, OPTIMISER, PARAMETERS, STATE
 
 
@@ -70,7 +78,7 @@ class Passes:
         gradients: Gradients: operator, bytes, segment whose backward pass makes it, and the last operator at which its
             node has not returned it, [gradient, 4]. A node returns all of its gradients together: a node that runs in
             chunks holds those of its inputs and parameters from its first chunk to its last.
-        sums: Parts that autograd adds up to the gradient of a parameter which several segments read: row of `gradients`,
+        sums: Parts that autograd adds up to the gradient of a parameter that several segments read: row of `gradients`,
             storage, last operator at which its node has not returned it (-1 for a sum of two others), [part, 3].
         parameters: All parameters.
         buffer_bytes, batch_bytes: Bytes of buffers, and of the batch.
@@ -158,105 +166,13 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
     """
     if reason := impossible(step, names):
         return reason
-    calls = _calls(step, names)
+    calls = calls_of(step, names)
     if len(calls) != len(names):
         return f"of the {len(names)!r} blocks {names[0]!r} to {names[-1]!r}, {len(calls)!r} were called with gradients"
     # a plan that was asked for may have no cut where it matters
-    if reason := _skips(step, calls):
+    if reason := skips(step, calls):
         return reason
-    return replace(_Cut(step, calls, rows, values).passes(), draws=_draws(step, calls))
-
-
-def impossible(step: Any, names: Sequence[str]) -> str:
-    """Return why blocks cannot be stages, in however many micro-batches; "" if no such reason was detected."""
-    if inside := step.transformed.intersection(names):
-        return (
-            f"torch.func (vmap, grad, jvp, ...) transforms a function that calls the block {min(inside)!r}, which a"
-            " stage would have to leave half-way: call the blocks outside of it"
-        )
-    if copied := step.copied.intersection(names):
-        return (
-            f"the step makes a copy of the block {min(copied)!r} (copy.deepcopy, as for a target network), which has no"
-            " values on the ranks of other blocks: make the copy in __init__"
-        )
-    gone_back = [name for name in names if any(f"{fqn}.".startswith(f"{name}.") for fqn in step.went_back)]
-    if gone_back:
-        return (
-            "the step takes gradients while it runs (torch.autograd.grad, as for a gradient penalty, or torch.func),"
-            f" and goes back through the block {gone_back[0]!r}, which other ranks hold the rest of: compute such a"
-            " term without gradients of blocks"
-        )
-    for walk in step.walks if step.records_calls_of(names) else ():
-        walked = [name for name in walk if name in set(names)]
-        if walked != list(names):
-            unlike = next((a for a, b in zip(walked, names, strict=False) if a != b), "")
-            return (
-                f"the step has to walk the blocks {names[0]!r} to {names[-1]!r} once, in order, and called"
-                f" {len(walked)!r} of {len(names)!r}" + (f", {unlike!r} out of turn" if unlike else "")
-            )
-    calls = _calls(step, names)
-    if not names or len(calls) != len(names):
-        return ""
-    return _reads_others(step, calls)
-
-
-def _calls(step: Any, names: Sequence[str]) -> list[Any]:
-    """Return the calls of blocks with gradients; one for each block if there are as many, for they are in order."""
-    return [call for call in step.calls if call.fqn in set(names)]
-
-
-def _skips(step: Any, calls: Sequence[Any]) -> str:
-    """Describe a tensor that crosses a block without being one of its results; "" if there is none."""
-    ends = np.array([call.end for call in calls])
-    for life in step.lives:
-        if id(life) not in step.of_blocks or life.kind in (PARAMETERS, GRADIENTS, STATE):
-            continue
-        made = int(np.searchsorted(ends, life.birth))
-        read = step.read_last.get(id(life), 0)
-        if read >= len(step.work) or step.work[read][0] != step.work[life.birth][0]:
-            continue
-        reader = int(np.searchsorted(ends, read))
-        if reader > made and all(life is not output for output in calls[reader - 1].outputs):
-            what = f"{life.name} of {life.fqn!r}" if life.fqn else life.name
-            who = f"block {calls[reader].fqn!r}" if reader < len(calls) else "what follows the blocks"
-            return f"{who} reads {what}, which an earlier block has computed, and the block before it does not return"
-    return ""
-
-
-def _draws(step: Any, calls: Sequence[Any]) -> str:
-    """Return why random numbers rule out micro-batches, which would draw different ones; "" if they do not."""
-    for life in step.lives:
-        if id(life) in step.drawn and id(life) not in step.of_blocks and life.birth < calls[0].start:
-            read = step.read_last.get(id(life), 0)
-            if calls[-1].end < read < len(step.work) and step.work[read][0] == step.work[life.birth][0]:
-                return "what follows the blocks reads random numbers that the step draws before them"
-    return ""
-
-
-def _reads_others(step: Any, calls: Sequence[Any]) -> str:
-    """Describe a parameter of one block that another one reads; "" if there is none."""
-    for name, block in step.read_beside.items():
-        homes = _homes(step, calls, name)
-        readers = _readers(step, calls, name) - homes - {len(calls)}
-        if readers and None not in homes:
-            reader = calls[min(readers)].fqn
-            return (
-                f"block {reader!r}, or what precedes it, reads the parameter {name!r} of block {block!r}, which another"
-                " rank may hold: read it in its own block, or after all blocks"
-            )
-    return ""
-
-
-def _homes(step: Any, calls: Sequence[Any], name: str) -> set[int | None]:
-    """Return the blocks that contain a parameter, under any of its names; with None if it is also outside of blocks."""
-    names = step.names_of_parameters.get(name, (name,))
-    return {next((i for i, call in enumerate(calls) if n.startswith(f"{call.fqn}.")), None) for n in names}
-
-
-def _readers(step: Any, calls: Sequence[Any], name: str) -> set[int]:
-    """Return the segments that read a parameter."""
-    ends = [call.end for call in calls]
-    return set(np.searchsorted(ends, step.readers.get(name, ()), side="left").tolist())
+    return replace(_Cut(step, calls, rows, values).passes(), draws=drawn_before(step, calls))
 
 
 class _Cut:
@@ -426,8 +342,8 @@ class _Cut:
         for name, life in kinds[PARAMETERS].items():
             if name in self._step.trained:
                 gradient = kinds[GRADIENTS].get(f"{name}.grad")
-                reads, homes = self._step.readers.get(name, ()), _homes(self._step, self._calls, name)
-                segments = _readers(self._step, self._calls, name).union(*(needed_by[t] for t in reads))
+                reads, homes = self._step.readers.get(name, ()), homes_of(self._step, self._calls, name)
+                segments = readers_of(self._step, self._calls, name).union(*(needed_by[t] for t in reads))
                 yield Parameter(
                     name=name,
                     n_bytes=life.n_bytes,

@@ -104,11 +104,12 @@ class Messages:
         Raises:
             InstallError: The stage before has other shapes than the placeholders.
         """
-        draws, own_print = packed_draws(), _print_of(placeholders)
-        head = torch.cat([draws, own_print])
+        own_print = _print_of(placeholders)
+        head = torch.cat([packed_draws(), own_print])
+        draws = len(head) - len(own_print)
         self._receive(head, stage - 1, self._tag(stage - 1, micro_batch, 0))
-        go_on_with(head[: len(draws)])
-        if not torch.equal(head[len(draws) :], own_print):
+        go_on_with(head[:draws])
+        if not torch.equal(head[draws:], own_print):
             shapes = [tuple(tensor.shape) for tensor in _tensors(placeholders)]
             raise InstallError(
                 f"pipeline: the last block of stage {stage - 1!r} did not return tensors of the shapes {shapes!r},"

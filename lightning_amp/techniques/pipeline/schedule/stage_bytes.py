@@ -25,8 +25,7 @@ after the blocks runs that part several times, one after the other.
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 
@@ -99,7 +98,7 @@ def stage_bytes(
     received, result = passes.sent_bytes[start - 1] if start else 0, passes.sent_bytes[end - 1]
     is_last = end == len(passes.names)
     number = loss_bytes(passes) if to_the_end and is_last else 0
-    returned = int(passes.n_bytes[list(passes.returned)].sum()) if alone else number
+    returned = returned_bytes(passes) if alone else number
     stays = result + returned if is_last else 0
     # a byte says which gradients are sent
     back = received + len(passes.outputs[start - 1]) if start else 0
@@ -127,6 +126,11 @@ def loss_bytes(passes: Passes) -> int:
     return min(NUMBER, *passes.n_bytes[list(passes.returned)].tolist()) if passes.returned else 0
 
 
+def returned_bytes(passes: Passes) -> int:
+    """Bytes of what the step returns."""
+    return int(passes.n_bytes[list(passes.returned)].sum())
+
+
 def window_of(
     passes: Passes, start: int, end: int, *, to_the_end: bool, alone: bool = False, rank: Collection[int] = ()
 ) -> StageWindow:
@@ -152,7 +156,7 @@ def rest_bytes(passes: Passes, *, rank: Collection[int] = ()) -> RestBytes:
         backward=window.backward()[0] + loss_bytes(passes),
         silent=window.forward(silent=True),
         inputs=passes.sent_bytes[-1],
-        returned=int(passes.n_bytes[list(passes.returned)].sum()),
+        returned=returned_bytes(passes),
         gradients=sum(p.gradient_bytes for p in passes.parameters if p.block is None and blocks in p.segments),
     )
 
@@ -259,8 +263,12 @@ class _StageWalk:
 
     def forward(self, stage: int) -> None:
         own = self._stages(stage)
-        self._reach(own.forward)
+        # a random state is received before the blocks run
+        self._reach(max(own.forward, own.received + 2 * DRAWS + PRINT if stage else 0))
         self._now += own.kept + own.sent + own.written
+        if stage < self._last:
+            # what is sent is joined from two parts, before copies are made
+            self._reach(max(0, DRAWS - self._pipeline.part.strided_bytes[self._pipeline.ends[stage] - 1]))
 
     def backward(self, stage: int) -> None:
         if stage == self._last and self._pipeline.at_once and not self._rest_done:
@@ -285,12 +293,14 @@ class _StageWalk:
     def _rest(self) -> None:
         rest = rest_bytes(self._pipeline.whole, rank=self._segments)
         self._rest_done = True
-        # a random state to compare with; gradients of inputs that are not contiguous are copied
+        # with a random state to compare with
         self._reach(rest.forward + DRAWS)
-        self._reach(rest.backward + DRAWS + self._pipeline.whole.strided_bytes[-1])
+        self._reach(rest.backward + DRAWS)
         self._came += rest.gradients
         # the gradients of its inputs are views of one tensor
         self._now += rest.gradients + rest.inputs + rest.returned
+        # unless the inputs are not contiguous, which copies them
+        self._reach(self._pipeline.whole.strided_bytes[-1] + DRAWS)
 
     def after(self) -> None:
         pipeline, whole = self._pipeline, self._pipeline.whole
@@ -300,8 +310,12 @@ class _StageWalk:
         last = self._last % len(pipeline.orders) == self._rank
         if last and not pipeline.alone and not pipeline.at_once:
             self._reach(rest_bytes(whole, rank=self._segments).silent)
-        # old gradients are freed before the new ones are set
+        # every rank has what the step returns until the optimiser has stepped; the last one sends copies of it
+        returned, held = returned_bytes(whole), pipeline.at_once or pipeline.alone
+        self._reach(returned if held or not last else 2 * returned)
+        # old gradients are freed before the new ones are set; the loss is returned anew, and Lightning copies it
         self._now = self._always + (self._gradients if whole.frees_gradients else 0)
+        self._now += returned + 2 * loss_bytes(whole)
         self._reach(self._optimiser())
 
     def _tied(self) -> int:
@@ -361,30 +375,3 @@ def layer_bytes(part: Passes, orders: Sequence[Order], stages: int, *, at_once: 
     for stage in range(stages):
         flying = flights[stage % len(orders)][stage]
         yield [own + flying * saved for own, saved in zip(held, kept, strict=True)]
-
-
-def filled(ends: tuple[int, ...], stages: int, seconds: Any, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """Extend a cut to the required number of stages, each with a block.
-
-    Without speeds, the longest stages are split. With speeds, a rank without blocks gets one of its neighbour.
-
-    Args:
-        ends: One past the last block of every stage.
-        stages: Required number.
-        seconds: Seconds of every block, [K].
-        speeds: Speeds of the ranks; empty if they are equal.
-    """
-    if speeds:
-        blocks = len(seconds)
-        whole = [*ends, *[blocks] * (stages - len(ends))]
-        strict = list(accumulate(whole, lambda before, end: max(before + 1, end), initial=0))[1:]
-        return tuple(min(end, blocks - (stages - 1 - s)) for s, end in enumerate(strict))
-    # caps may leave the first rank without a block
-    ends = tuple(sorted({*ends} - {0}))
-    work = np.concatenate([[0.0], np.cumsum(seconds)])
-    while len(ends) < stages:
-        runs = [run for run in pairwise((0, *ends)) if run[1] - run[0] > 1]
-        start, end = max(runs, key=lambda run: float(work[run[1]] - work[run[0]]))
-        middle = min(range(start + 1, end), key=lambda i: abs(float(2 * work[i] - work[start] - work[end])))
-        ends = tuple(sorted({*ends, middle}))
-    return ends
