@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.techniques.ranks.placeholders import Placeholders
+from tests.each import BEFORE_A_RELEASE
 from tests.lightning.pipeline.pipeline_cases import trainer_of
 from tests.ranks import run_ranks
 from tests.techniques.offload.test_on_grids import Noted
@@ -96,11 +99,14 @@ def batch_of(kind: type[Model]) -> dict[str, Tensor]:
 
 
 Case = tuple[type[Model], str, str]
-CASES: list[Case] = [
-    *product((Words, Patches), ("gpipe", "1f1b", "interleaved"), ("pipeline", "pipeline,offload")),
+ORDERS, BOTH = ("gpipe", "1f1b", "interleaved"), ("pipeline", "pipeline,offload")
+EVERY: list[Case] = [*product((Words, Patches), ORDERS, BOTH), (Masked, "1f1b", "pipeline")]
+FEW: list[Case] = [
+    *((Words, "1f1b", names) for names in BOTH),
+    *((Patches, order, "pipeline") for order in ("gpipe", "1f1b")),
+    (Words, "gpipe", "pipeline,offload"),
     (Masked, "1f1b", "pipeline"),
 ]
-
 MORE: dict[Case, int] = {
     # which rank writes into its copies is not known
     (Masked, "1f1b", "pipeline"): 2 * SAMPLES * LENGTH * 8,
@@ -109,9 +115,9 @@ MORE: dict[Case, int] = {
 }
 
 
-def peaks(rank: int, ranks: int) -> list[dict[str, Any]]:
+def peaks(rank: int, ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
     found = []
-    for kind, order, names in CASES:
+    for kind, order, names in cases:
         warnings.simplefilter("ignore")
         seed_everything(3, verbose=False)
         meter = Noted()
@@ -129,12 +135,24 @@ def peaks(rank: int, ranks: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ranks
-def test_predicted_peaks_are_those_of_the_ranks(tmp_path: Path) -> None:
-    every = run_ranks(peaks, 2, tmp_path, timeout=300)
-    for n, case in enumerate(CASES):
+@pytest.mark.parametrize("cases", [
+    pytest.param(FEW, id="few"),
+    pytest.param(EVERY, id="every", marks=BEFORE_A_RELEASE),
+])  # fmt: skip
+def test_predicted_peaks_are_those_of_the_ranks(tmp_path: Path, cases: list[Case]) -> None:
+    every = run_ranks(peaks, 2, tmp_path, cases, timeout=300)
+    for n, case in enumerate(cases):
         ranks = [found[n] for found in every]
         for rank, found in enumerate(ranks):
             predicted, counted = found["peaks"]
             assert counted <= predicted <= counted + MORE.get(case, 0), (case, rank)
         if "offload" in case[2]:
             assert max(found["moved"] for found in ranks) == ranks[0]["said"], case
+
+
+def test_placeholders_take_no_memory() -> None:
+    live = LiveBytes()
+    with live, Placeholders(torch.device("cpu")) as mode:
+        assert mode.of(torch.ones(4, 4)).exp().shape == (4, 4)
+    # of the tensor with values
+    assert live.peak == 4 * 4 * 4
