@@ -10,6 +10,7 @@ booleans True. Nested batches are not supported.
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NotRequired, TypeAlias, TypedDict
@@ -69,6 +70,14 @@ def tensors_in(batch: object) -> Iterator[Tensor]:
             yield part
         elif isinstance(part, SparseCounts):
             yield from part.tensors()
+
+
+def integers_in(batch: object) -> list[Tensor]:
+    """Return the dense tensors of integers among the leaves that share memory with no other tensor of the batch."""
+    memory = Counter(id(x.untyped_storage()) for x in tensors_in(batch) if x.layout is torch.strided)
+    leaves = (part for part in parts_in(batch) if isinstance(part, Tensor) and part.layout is torch.strided)
+    of_integers = (x for x in leaves if not x.is_floating_point() and not x.is_complex())
+    return [x for x in of_integers if memory[id(x.untyped_storage())] == 1]
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -25,6 +25,7 @@ from lightning_amp._torch import (
     parts_of,
     tree_leaves,
 )
+from lightning_amp.data.batch import integers_in
 from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.module_names import all_names, copied_blocks, modules_of
 from lightning_amp.footprint.find_blocks import find_blocks
@@ -62,7 +63,10 @@ class Use:
 
 @dataclass(slots=True)
 class RecordedCall:
-    """A forward pass of a block: operators [start, end], and autograd numbers [first_order, last_order)."""
+    """A forward pass of a block: operators [start, end], and autograd numbers [first_order, last_order).
+
+    `output_bytes` are those of its results, `strided_bytes` those of them that are not contiguous.
+    """
 
     fqn: str
     start: int
@@ -74,6 +78,7 @@ class RecordedCall:
     inputs: list[Life] = field(default_factory=list)
     outputs: list[Life] = field(default_factory=list)
     output_bytes: int = 0
+    strided_bytes: int = 0
     fixed: str = ""
 
 
@@ -99,6 +104,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         computed: Ids of the Lives that depend on parameters; all others depend on the batch alone.
         of_blocks: Ids of the Lives that blocks of `stages` have made, or that depend on results of these.
         reads, writes: Operators of forward passes that read, and wrote, each Life not in `of_blocks`, by its id.
+        integers: Bytes of the batch's tensors of integers, of which every call of a pipelined step gets a copy, by the
+            id of their Life.
         drawn: Ids of the Lives that depend on random numbers.
         decides: Whether random numbers were drawn that may decide which blocks run: numbers of Python or NumPy, or
             those of torch whose value was read.
@@ -134,6 +141,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.of_blocks: set[int] = set()
         self.reads: dict[int, list[int]] = {}
         self.writes: dict[int, list[int]] = {}
+        self.integers: dict[int, int] = {}
         self.drawn: set[int] = set()
         self.decides = False
         self.transformed: set[str] = set()
@@ -176,6 +184,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def start(self, batch: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Start recording a step, including the storages that exist already."""
         super().start(batch, optimizers)
+        self.integers = {id(self._life_of(tensor)): tensor.nbytes for tensor in integers_in(batch)}
         # the first step is not recorded
         self.walks, self._replaced, self._blocks = [], {}, find_blocks(self._module)
         self.copied.update(copied_blocks(self._module, self._blocks, self._modules_before))
@@ -234,7 +243,9 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         call.outputs = self._lives_of(results)
         with disable_torch_function():
             # for a wrapper subclass, the bytes of its shards
-            call.output_bytes = sum(p.nbytes for t in results for p in parts_of(t))
+            parts = [part for tensor in results for part in parts_of(tensor)]
+            call.output_bytes = sum(part.nbytes for part in parts)
+            call.strided_bytes = sum(part.nbytes for part in parts if not part.is_contiguous())
         return result
 
     def _lives_of(self, tensors: Iterable[Tensor]) -> list[Life]:

@@ -20,7 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from lightning_amp.footprint.module_profile import BACKWARD, GRADIENTS, OPTIMISER, PARAMETERS, STATE
+from lightning_amp.footprint.chain.impossible_stages import (
+    calls_of,
+    drawn_before,
+    homes_of,
+    impossible,
+    readers_of,
+    skips,
+)
+from lightning_amp.footprint.module_profile import BACKWARD, BATCH, GRADIENTS, OPTIMISER, PARAMETERS, STATE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +61,7 @@ class Passes:
         optimises: Whether an operator belongs to the optimizer step, [operator].
         seconds: Time of each operator, [operator].
         birth, held: First operator of each storage, and the last at which Python holds it, [storage]. Parameters,
-            gradients, optimizer state and the batch are not included.
+            gradients, optimizer state and the batch are not included, except for `copies`.
         n_bytes: Bytes of each storage, [storage].
         computed: Whether it depends on parameters, [storage].
         of_blocks: Whether a block made it, or it depends on a block's result, [storage].
@@ -61,12 +69,17 @@ class Passes:
         maker: For each operator of the backward pass, the forward operator that made its node; -1 for others.
         inputs, outputs: Storages that each block receives and returns.
         sent_bytes: Bytes of the tensors that each block returns, [K].
+        strided_bytes: Bytes of those of them that are not contiguous, and are copied to be sent, [K].
+        copies: Storages of the batch of which every call of the step gets a copy, if it is called several times.
+        writes_batch: Whether the step writes into the batch.
         returned: Storages that the last segment makes and the step returns.
         uses: Storages that autograd keeps: storage, segment that keeps it, last operator at which it is kept, operator
             that made the node that reads it, first operator of that node (-1 if none does), [use, 5].
         gradients: Gradients: operator, bytes, segment whose backward pass makes it, and the last operator at which its
             node has not returned it, [gradient, 4]. A node returns all of its gradients together: a node that runs in
             chunks holds those of its inputs and parameters from its first chunk to its last.
+        sums: Parts that autograd adds up to the gradient of a parameter that several segments read: row of `gradients`,
+            storage, last operator at which its node has not returned it (-1 for a sum of two others), [part, 3].
         parameters: All parameters.
         buffer_bytes, batch_bytes: Bytes of buffers, and of the batch.
         frees_gradients: Whether the last step's gradients are freed before this step.
@@ -91,9 +104,13 @@ class Passes:
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     sent_bytes: tuple[int, ...]
+    strided_bytes: tuple[int, ...]
+    copies: tuple[int, ...]
+    writes_batch: bool
     returned: tuple[int, ...]
     uses: Any
     gradients: Any
+    sums: Any
     parameters: tuple[Parameter, ...]
     buffer_bytes: int
     batch_bytes: int
@@ -114,13 +131,28 @@ class Passes:
         def between(one: Any, two: Any) -> Any:
             return np.maximum(one + share * (np.asarray(two, dtype=float) - one), 0)
 
+        def of_blocks(one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(int(n) for n in between(np.asarray(one), two).round())
+
         return replace(
             self,
             rows=rows,
             n_bytes=between(self.n_bytes, other.n_bytes).round().astype(np.int64),
             seconds=between(self.seconds, other.seconds),
-            sent_bytes=tuple(int(n) for n in between(np.asarray(self.sent_bytes), other.sent_bytes).round()),
+            sent_bytes=of_blocks(self.sent_bytes, other.sent_bytes),
+            strided_bytes=of_blocks(self.strided_bytes, other.strided_bytes),
         )
+
+    def may_leave(self) -> Any:
+        """Mask of the storages that leave for the host if autograd keeps them; arguments of the step stay."""
+        least = np.inf if self.away is None else max(self.away, 1)
+        return (self.n_bytes >= least) & ~np.isin(np.arange(len(self.n_bytes)), self.copies)
+
+    def called_once(self) -> "Passes":
+        """Return the passes of a step that gets the batch itself."""
+        n_bytes = self.n_bytes.copy()
+        n_bytes[list(self.copies)] = 0
+        return replace(self, n_bytes=n_bytes, writes_batch=False)
 
 
 def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "Passes | str":
@@ -134,105 +166,13 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
     """
     if reason := impossible(step, names):
         return reason
-    calls = _calls(step, names)
+    calls = calls_of(step, names)
     if len(calls) != len(names):
         return f"of the {len(names)!r} blocks {names[0]!r} to {names[-1]!r}, {len(calls)!r} were called with gradients"
     # a plan that was asked for may have no cut where it matters
-    if reason := _skips(step, calls):
+    if reason := skips(step, calls):
         return reason
-    return replace(_Cut(step, calls, rows, values).passes(), draws=_draws(step, calls))
-
-
-def impossible(step: Any, names: Sequence[str]) -> str:
-    """Return why blocks cannot be stages, in however many micro-batches; "" if no such reason was detected."""
-    if inside := step.transformed.intersection(names):
-        return (
-            f"torch.func (vmap, grad, jvp, ...) transforms a function that calls the block {min(inside)!r}, which a"
-            " stage would have to leave half-way: call the blocks outside of it"
-        )
-    if copied := step.copied.intersection(names):
-        return (
-            f"the step makes a copy of the block {min(copied)!r} (copy.deepcopy, as for a target network), which has no"
-            " values on the ranks of other blocks: make the copy in __init__"
-        )
-    gone_back = [name for name in names if any(f"{fqn}.".startswith(f"{name}.") for fqn in step.went_back)]
-    if gone_back:
-        return (
-            "the step takes gradients while it runs (torch.autograd.grad, as for a gradient penalty, or torch.func),"
-            f" and goes back through the block {gone_back[0]!r}, which other ranks hold the rest of: compute such a"
-            " term without gradients of blocks"
-        )
-    for walk in step.walks if step.records_calls_of(names) else ():
-        walked = [name for name in walk if name in set(names)]
-        if walked != list(names):
-            unlike = next((a for a, b in zip(walked, names, strict=False) if a != b), "")
-            return (
-                f"the step has to walk the blocks {names[0]!r} to {names[-1]!r} once, in order, and called"
-                f" {len(walked)!r} of {len(names)!r}" + (f", {unlike!r} out of turn" if unlike else "")
-            )
-    calls = _calls(step, names)
-    if not names or len(calls) != len(names):
-        return ""
-    return _reads_others(step, calls)
-
-
-def _calls(step: Any, names: Sequence[str]) -> list[Any]:
-    """Return the calls of blocks with gradients; one for each block if there are as many, for they are in order."""
-    return [call for call in step.calls if call.fqn in set(names)]
-
-
-def _skips(step: Any, calls: Sequence[Any]) -> str:
-    """Describe a tensor that crosses a block without being one of its results; "" if there is none."""
-    ends = np.array([call.end for call in calls])
-    for life in step.lives:
-        if id(life) not in step.of_blocks or life.kind in (PARAMETERS, GRADIENTS, STATE):
-            continue
-        made = int(np.searchsorted(ends, life.birth))
-        read = step.read_last.get(id(life), 0)
-        if read >= len(step.work) or step.work[read][0] != step.work[life.birth][0]:
-            continue
-        reader = int(np.searchsorted(ends, read))
-        if reader > made and all(life is not output for output in calls[reader - 1].outputs):
-            what = f"{life.name} of {life.fqn!r}" if life.fqn else life.name
-            who = f"block {calls[reader].fqn!r}" if reader < len(calls) else "what follows the blocks"
-            return f"{who} reads {what}, which an earlier block has computed, and the block before it does not return"
-    return ""
-
-
-def _draws(step: Any, calls: Sequence[Any]) -> str:
-    """Return why random numbers rule out micro-batches, which would draw different ones; "" if they do not."""
-    for life in step.lives:
-        if id(life) in step.drawn and id(life) not in step.of_blocks and life.birth < calls[0].start:
-            read = step.read_last.get(id(life), 0)
-            if calls[-1].end < read < len(step.work) and step.work[read][0] == step.work[life.birth][0]:
-                return "what follows the blocks reads random numbers that the step draws before them"
-    return ""
-
-
-def _reads_others(step: Any, calls: Sequence[Any]) -> str:
-    """Describe a parameter of one block that another one reads; "" if there is none."""
-    for name, block in step.read_beside.items():
-        homes = _homes(step, calls, name)
-        readers = _readers(step, calls, name) - homes - {len(calls)}
-        if readers and None not in homes:
-            reader = calls[min(readers)].fqn
-            return (
-                f"block {reader!r}, or what precedes it, reads the parameter {name!r} of block {block!r}, which another"
-                " rank may hold: read it in its own block, or after all blocks"
-            )
-    return ""
-
-
-def _homes(step: Any, calls: Sequence[Any], name: str) -> set[int | None]:
-    """Return the blocks that contain a parameter, under any of its names; with None if it is also outside of blocks."""
-    names = step.names_of_parameters.get(name, (name,))
-    return {next((i for i, call in enumerate(calls) if n.startswith(f"{call.fqn}.")), None) for n in names}
-
-
-def _readers(step: Any, calls: Sequence[Any], name: str) -> set[int]:
-    """Return the segments that read a parameter."""
-    ends = [call.end for call in calls]
-    return set(np.searchsorted(ends, step.readers.get(name, ()), side="left").tolist())
+    return replace(_Cut(step, calls, rows, values).passes(), draws=drawn_before(step, calls))
 
 
 class _Cut:
@@ -244,7 +184,7 @@ class _Cut:
         back = next((t for t, phase in enumerate(self._phases) if phase == BACKWARD), len(step.work))
         self._first = np.array([0, *(call.end + 1 for call in calls), back])
         kept = [life for life in step.lives if life.kind not in (PARAMETERS, GRADIENTS, STATE)]
-        self._lives = [life for life in kept if life.name != "batch"]
+        self._lives = [life for life in kept if life.name != BATCH or id(life) in step.integers]
         self._place = {id(life): i for i, life in enumerate(self._lives)}
         # autograd's number when each forward operator ran; its own node has a smaller number
         self._numbers = np.maximum.accumulate(np.array(step.orders[:back]))
@@ -266,6 +206,8 @@ class _Cut:
         kinds = {
             kind: {life.name: life for life in step.lives if life.kind == kind} for kind in (PARAMETERS, GRADIENTS)
         }
+        # a gradient born at 0 exists before the step, and is only added to
+        gradients = [life for life in kinds[GRADIENTS].values() if life.birth and segment[life.birth] >= 0]
         return Passes(
             rows=self._rows,
             names=tuple(call.fqn for call in self._calls),
@@ -276,7 +218,8 @@ class _Cut:
             seconds=np.array(step.took),
             birth=_whole(life.birth for life in lives),
             held=_whole(self._held(life) for life in lives),
-            n_bytes=_whole(life.n_bytes for life in lives),
+            # a copy has the bytes of a tensor, which may be a part of its storage
+            n_bytes=_whole(step.integers.get(id(life), life.n_bytes) for life in lives),
             computed=np.array([id(life) in step.computed for life in lives], dtype=bool),
             of_blocks=np.array([id(life) in step.of_blocks for life in lives], dtype=bool),
             needs=self._needs,
@@ -284,23 +227,40 @@ class _Cut:
             inputs=tuple(self._places(call.inputs) for call in self._calls),
             outputs=tuple(self._places(call.outputs) for call in self._calls),
             sent_bytes=tuple(call.output_bytes for call in self._calls),
+            strided_bytes=tuple(call.strided_bytes for call in self._calls),
+            copies=tuple(self._place[life] for life in step.integers if life in self._place),
+            writes_batch=BATCH in step.written,
             returned=self._places([life for life in step.returned if life.birth >= self._first[-2]]),
             uses=np.array(list(self._uses()), dtype=np.int64).reshape(-1, 5),
             gradients=np.array(
-                [
-                    # returned with the last operator of its node, and at least one operator later
-                    (t, life.n_bytes, segment[t], max(t + 1, self._last_of.get(step.orders[t], 0)))
-                    for life in kinds[GRADIENTS].values()
-                    # a gradient born at 0 exists before the step, and is only added to
-                    if (t := life.birth) and segment[t] >= 0
-                ],
-                dtype=np.int64,
+                [(t := life.birth, life.n_bytes, segment[t], self._returned(t)) for life in gradients], dtype=np.int64
             ).reshape(-1, 4),
+            sums=np.array(
+                [(row, *part) for row, life in enumerate(gradients) for part in self._added(life)], dtype=np.int64
+            ).reshape(-1, 3),
             parameters=tuple(self._parameters(kinds)),
             buffer_bytes=sum(life.n_bytes for name, life in kinds[PARAMETERS].items() if name not in step.trained),
-            batch_bytes=sum(life.n_bytes for life in step.lives if life.name == "batch"),
+            batch_bytes=sum(life.n_bytes for life in step.lives if life.name == BATCH),
             frees_gradients=step.frees_gradients,
         )
+
+    def _returned(self, t: int) -> int:
+        """Return the last operator at which a node has not returned what operator `t` has made."""
+        # returned with the last operator of its node, and at least one operator later
+        return max(t + 1, self._last_of.get(self._step.orders[t], 0))
+
+    def _added(self, total: Any) -> Iterator[tuple[int, int]]:
+        """Yield what autograd has added up to a storage, and until when a node has it."""
+        back = int(self._first[-1])
+        if self._step.operators[total.birth] != "add":
+            return
+        ended = (life for life in self._lives if life.death == total.birth and back <= life.birth < total.birth)
+        parts = [life for life in ended if life.n_bytes == total.n_bytes]
+        if len(parts) == 2:
+            for part in parts:
+                below = [*self._added(part)]
+                yield self._place[id(part)], -1 if below else self._returned(part.birth)
+                yield from below
 
     def _places(self, lives: Sequence[Any]) -> tuple[int, ...]:
         return tuple(self._place[id(life)] for life in lives if id(life) in self._place)
@@ -346,6 +306,9 @@ class _Cut:
         """Return the last operator at which something other than autograd holds a storage. Autograd counts too for
         storages that a backward pass makes, because they may belong to a graph that is created and used there.
         """
+        if id(life) in self._step.integers:
+            # a call has it
+            return int(self._first[-1]) - 1
         death = self._last if life.death is None else life.death
         if self._phases[life.birth] == BACKWARD:
             return int(max(death, self._kept_again.get(id(life), 0)))
@@ -379,8 +342,8 @@ class _Cut:
         for name, life in kinds[PARAMETERS].items():
             if name in self._step.trained:
                 gradient = kinds[GRADIENTS].get(f"{name}.grad")
-                reads, homes = self._step.readers.get(name, ()), _homes(self._step, self._calls, name)
-                segments = _readers(self._step, self._calls, name).union(*(needed_by[t] for t in reads))
+                reads, homes = self._step.readers.get(name, ()), homes_of(self._step, self._calls, name)
+                segments = readers_of(self._step, self._calls, name).union(*(needed_by[t] for t in reads))
                 yield Parameter(
                     name=name,
                     n_bytes=life.n_bytes,

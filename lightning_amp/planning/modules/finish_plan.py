@@ -29,10 +29,6 @@ SHARE = 1 / 3
 """Share of the peak from which a part raises its signal."""
 SHOWN = 8
 """Number of modules in a diagnosis."""
-STAGES_ON_HOST = (
-    "stages whose activations wait on the host took up to a third more of the device than predicted, with models of"
-    " public libraries, and nothing holds a budget in stages: leave room"
-)
 SIGNALS = {
     "parameters": "LARGE_PARAMETERS",
     "tensor": "ONE_LARGE_TENSOR",
@@ -193,7 +189,6 @@ def finished(base: Plan, seen: ProfiledStep, compared: Compared, rules: tuple[Ru
             notes += map(Explanation, prediction.notes(seen))
     if host_bytes := host_bytes_of(whole):
         notes.append(f"each rank takes {format_bytes(host_bytes)} of host memory")
-        notes += [STAGES_ON_HOST] if best.stages else []
     notes += missing_bytes(seen, best, base.budget_bytes)
     failed = [why for names, why in compared.dropped.items() if len(names) == 1 and UNEXPECTED in why]
     notes += failed if compared.candidates else list(compared.dropped.values())

@@ -75,6 +75,7 @@ class Moves:
         self._least, self._leaves, self._window = least_bytes, leaves, window
         self._copies = Copies()
         self._stays = dict[int, weakref.ref[Any]]()
+        self._on_fakes = False
         self._known: dict[int, Numbered] = {}
         self._step = list[weakref.ref[Left]]()
         # storages whose copy may not have ended, oldest first
@@ -95,6 +96,8 @@ class Moves:
             self._compares = False
             if not self._copies.same(digests):
                 raise ModelError(DAMAGED)
+        held = [*held]
+        self._on_fakes = any(isinstance(tensor, FakeTensor) for tensor in held)
         self.hold(held)
         self._known, self._step, self.candidates, self.sizes, self.came_bytes = {}, [], [], [], 0
         try:
@@ -134,7 +137,8 @@ class Moves:
 
     def _sent(self, x: Tensor) -> Left | None:
         """Return the entry of a tensor's storage, which is copied unless it was before; None if the tensor stays."""
-        if not _may_leave(x):
+        # in a run with values, a fake tensor is a placeholder of a pipeline, which has nothing to copy
+        if not _may_leave(x) or (isinstance(x, FakeTensor) and not self._on_fakes):
             return None
         storage = x.untyped_storage()
         key, n_bytes = id(storage), storage.nbytes()

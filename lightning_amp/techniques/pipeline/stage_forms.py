@@ -95,8 +95,10 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
     segment[places], optimises[places], seconds[places] = passes.segment, passes.optimises, passes.seconds
     maker = np.full(total, -1)
     maker[places] = passes.maker
-    uses, gradients = passes.uses.copy(), passes.gradients.copy()
-    uses[:, [2, 4]], gradients[:, [0, 3]] = later(uses[:, [2, 4]]), later(gradients[:, [0, 3]])
+    uses, gradients, sums = passes.uses.copy(), passes.gradients.copy(), passes.sums.copy()
+    uses[:, [2, 4]], gradients[:, 0] = later(uses[:, [2, 4]]), later(gradients[:, 0])
+    # a gradient is returned before the next block's forward pass is repeated
+    gradients[:, 3], sums[:, 2] = later(gradients[:, 3] - 1) + 1, later(sums[:, 2] - 1) + 1
     births, ends, sizes = [later(passes.birth)], [later(passes.held)], [passes.n_bytes]
     for (_, i), start in zip(listed, starts + added[:-1], strict=True):
         begin, end = int(passes.called[i]), int(passes.first[i + 1])
@@ -129,6 +131,7 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
         maker=maker,
         uses=uses,
         gradients=gradients,
+        sums=sums,
     )
 
 

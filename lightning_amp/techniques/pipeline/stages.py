@@ -32,7 +32,7 @@ from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.pipeline.row import PipelineStages
-from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline
+from lightning_amp.techniques.pipeline.schedule.cut import cut_pipeline, filled
 from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     LayerSeconds,
     LayerTimes,
@@ -41,7 +41,7 @@ from lightning_amp.techniques.pipeline.schedule.micro_batches import (
     fastest_of,
 )
 from lightning_amp.techniques.pipeline.schedule.schedules import Order, fills_rounds, schedule, timeline
-from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, filled, held_bytes, layer_bytes, rank_peaks
+from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, held_bytes, layer_bytes, rank_peaks
 from lightning_amp.techniques.pipeline.stage_facts import stages_of
 from lightning_amp.techniques.pipeline.stage_forms import computed_again, fewest_again, repeatable, targets_again
 from lightning_amp.techniques.pipeline.stages_on_host import away, chosen, targets_on_host
@@ -108,7 +108,10 @@ class _Shape:
 
     def pipeline(self, part: Passes, ends: tuple[int, ...]) -> Pipeline:
         """The pipeline with a micro-batch's passes, cut at these ends."""
-        return Pipeline(part=part, whole=self.whole, ends=ends, orders=self.orders, at_once=self.at_once)
+        whole = self.whole
+        if self.micro_batches * self.each == 1:
+            part, whole = part.called_once(), whole.called_once()
+        return Pipeline(part=part, whole=whole, ends=ends, orders=self.orders, at_once=self.at_once)
 
     def seconds(self, part: Passes) -> LayerSeconds:
         """Seconds of a micro-batch's blocks."""

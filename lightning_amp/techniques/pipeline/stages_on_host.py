@@ -38,14 +38,15 @@ def chosen(seen: ProfiledStep, spec: Spec, part: Passes) -> Offload:
 
 def away(seen: ProfiledStep, spec: Offload, passes: Passes) -> Passes:
     """Return the passes of a step in which storages leave, with the seconds of their copies."""
+    passes = replace(passes, away=spec.least_bytes)
     saved, first = np.unique(passes.uses[:, 0], return_index=True)
-    large = passes.n_bytes[saved] >= spec.least_bytes
+    large = passes.may_leave()[saved]
     saved, first = saved[large], passes.uses[first[large]]
     link, seconds = link_of(seen, 0), passes.seconds.copy()
     np.add.at(seconds, np.maximum(passes.birth[saved], passes.first[first[:, 1]]), passes.n_bytes[saved] / link.out)
     read = first[:, 4] >= 0
     np.add.at(seconds, first[read, 4], passes.n_bytes[saved[read]] / link.back)
-    return replace(passes, away=spec.least_bytes, seconds=seconds)
+    return replace(passes, seconds=seconds)
 
 
 def smaller(seen: ProfiledStep, spec: Offload, micro_batches: int) -> Passes | None:

@@ -33,6 +33,7 @@ from lightning_amp._torch import (
     tree_leaves,
     tree_map,
     tree_unflatten,
+    unseen,
 )
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.live_bytes import named_arguments
@@ -168,7 +169,8 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if value.layout is not torch.strided:
                 # a copy, which is not an inference tensor
                 return self._fake.from_tensor(value.detach().clone())
-            with self._fake:
+            # meters count memory, which a placeholder does not take
+            with unseen(), self._fake:
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,7 +188,7 @@ class Placeholders(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _refuse_writing(func, args, kwargs)
         args, kwargs = tree_unflatten([self.of(value) for value in flat], form)
         try:
-            with self._fake:
+            with unseen(), self._fake:
                 made = func(*args, **kwargs)
         except Exception as error:
             raise NeedsValuesError(

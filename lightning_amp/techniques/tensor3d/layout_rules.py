@@ -51,6 +51,27 @@ def _by_rule(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: A
     return planner.combine(name, leaves, labels, list(range(len(call.result))), whole=whole, sums=sums)
 
 
+@_rule("scaled_dot_product_attention")
+def _attention(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
+    """Keep heads of keys, and the heads of queries that share them, on one rank."""
+    given = named_arguments(func, args, kwargs)
+    if given.get("enable_gqa"):
+        heads = given["query"].shape[-3]
+        for name in ("key", "value"):
+            given[name] = _repeated(planner, given[name], heads // given[name].shape[-3])
+    return _by_rule(planner, func, (), given | {"enable_gqa": False}, found)
+
+
+def _repeated(planner: LayoutPlanner, x: Tensor, times: int) -> Tensor:
+    """Return a tensor with each head several times, and the grids of its entries."""
+    grids, dim = planner.grids(x), x.dim() - 3
+    made = x.new_empty((*x.shape[:dim], x.shape[dim] * times, *x.shape[dim + 1 :]))
+    planner.known[made] = {
+        axis: grid.repeat(times, dim) if grid.shape[dim] > 1 else grid for axis, grid in grids.items()
+    }
+    return made
+
+
 @_rule("linear", "addmm", "matmul", "mm")
 def _product(planner: LayoutPlanner, func: Any, args: Any, kwargs: Any, found: Any) -> Any:
     name = name_of(func)

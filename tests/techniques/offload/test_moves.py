@@ -272,3 +272,16 @@ def test_what_comes_back_is_compared_in_the_first_step(monkeypatch: pytest.Monke
     step()
     with pytest.raises(ModelError, match="with other values than it had left with"):
         step()
+
+
+def test_placeholders_of_a_run_with_values_stay() -> None:
+    used = moves()
+    with QuickFakes():
+        fake = torch.ones(4, 4, requires_grad=True)
+        with used.step([torch.ones(1)]):
+            fake.exp()
+        # of a counted step they would leave
+        assert used.sizes == [64]
+    with used.step([torch.ones(1)]), QuickFakes():
+        fake.exp()
+    assert used.sizes == []

@@ -74,6 +74,29 @@ class GPT(Trained):
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
+class GroupedBlock(Block):
+    """Two heads of queries share one of keys and values."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.qkv = nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, width = x.shape
+        heads, few = self.heads, self.heads // 2
+        parts = self.qkv(self.first(x)).unflatten(-1, (heads + 2 * few, -1)).transpose(1, 2)
+        q, k, v = parts.split([heads, few, few], 1)
+        found = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(found.transpose(1, 2).reshape(b, n, width))
+        return x + self.mlp(self.second(x))
+
+
+class Grouped(GPT):
+    def __init__(self) -> None:
+        super().__init__(heads=4)
+        self.blocks = nn.Sequential(*[GroupedBlock(8, 4) for _ in range(2)])
+
+
 class Gated(Trained):
     """Odd widths, a frozen layer, and a parameter without a dim."""
 
@@ -153,6 +176,7 @@ class Case(NamedTuple):
 
 CASES = {
     "gpt": Case(GPT, lambda: torch.randint(0, 11, (4, 7))),
+    "grouped": Case(Grouped, lambda: torch.randint(0, 11, (4, 7))),
     "gated": Case(Gated, lambda: torch.randn(4, 5).double()),
     "read": Case(Read, lambda: torch.randn(4, 16).double()),
     "convolutional": Case(Convolutional, lambda: torch.randn(4, 2, 10, 9).double()),

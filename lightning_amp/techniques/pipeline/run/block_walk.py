@@ -181,10 +181,7 @@ class BlockWalk:
                 return made
             # tensors have values from here on, and operators need not pay for the mode
             now.placeholders.close()
-            result = now.receive(made)
-            # an empty span runs no block, so this is its result
-            now.result = result
-            return result
+            return now.receive(made)
         for found in without_values((args, kwargs)):
             raise InstallError(
                 f"pipeline: block {index!r} of {self.name!r} reads a tensor of shape {tuple(found.shape)!r} that an"

@@ -15,7 +15,7 @@ their order; that was not tried, and installing a pipeline refuses GPUs.
 
 import hashlib
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,15 +84,16 @@ class Messages:
     def __init__(self, mesh: DeviceMesh, stages: int, device: torch.device) -> None:
         self._group, self._ranks = mesh.get_group(), mesh.size()
         self._stages, self._device = stages, device
-        # with the tensors, which must stay alive until they are sent
-        self._sent: list[tuple[Work | None, Tensor]] = []
+        # with the tensors, which must stay alive until they are sent; by stage (of gradients: behind all stages) and
+        # micro-batch
+        self._sent = defaultdict[tuple[int, int], list[tuple[Work | None, Tensor]]](list)
         self._shared: list[tuple[Tensor, int]] = []
 
     def send_on(self, stage: int, micro_batch: int, result: Any) -> None:
         """Send the result of a stage's last block, and the random state, to the next stage."""
         head = torch.cat([packed_draws(), _print_of(result)])
         for i, tensor in enumerate([head, *_tensors(result)]):
-            self._send(tensor.detach(), stage + 1, self._tag(stage, micro_batch, i))
+            self._send(tensor.detach(), stage + 1, (stage, micro_batch), i)
 
     def receive(self, stage: int, micro_batch: int, placeholders: Any) -> tuple[Any, list[Tensor]]:
         """Receive the result of the stage before, and continue with its random state.
@@ -103,11 +104,12 @@ class Messages:
         Raises:
             InstallError: The stage before has other shapes than the placeholders.
         """
-        draws, own_print = packed_draws(), _print_of(placeholders)
-        head = torch.cat([draws, own_print])
+        own_print = _print_of(placeholders)
+        head = torch.cat([packed_draws(), own_print])
+        draws = len(head) - len(own_print)
         self._receive(head, stage - 1, self._tag(stage - 1, micro_batch, 0))
-        go_on_with(head[: len(draws)])
-        if not torch.equal(head[len(draws) :], own_print):
+        go_on_with(head[:draws])
+        if not torch.equal(head[draws:], own_print):
             shapes = [tuple(tensor.shape) for tensor in _tensors(placeholders)]
             raise InstallError(
                 f"pipeline: the last block of stage {stage - 1!r} did not return tensors of the shapes {shapes!r},"
@@ -156,7 +158,7 @@ class Messages:
         # Tag 0 is the list of existing gradients, so that the receiver does not wait for a gradient that is not sent.
         for i, value in enumerate([there, *(leaf.grad for leaf in leaves)]):
             if value is not None and leaves:
-                self._send(value, stage - 1, self._tag(self._stages + stage, micro_batch, i))
+                self._send(value, stage - 1, (self._stages + stage, micro_batch), i)
 
     def receive_back(self, stage: int, micro_batch: int, result: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Receive gradients of a stage's results; returns the results that have one, and these gradients."""
@@ -167,6 +169,8 @@ class Messages:
                 continue
             grad = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) if i else there
             self._receive(grad, stage + 1, self._tag(self._stages + stage + 1, micro_batch, i))
+            # the next stage sends gradients of what it has received: nothing has to keep that any longer
+            self._let_go((stage, micro_batch))
             # Received in any case: otherwise the next step, which has the same tag, would receive this message. A
             # result that needs no gradient here (blocks under no_grad) was a leaf with a gradient on the receiver.
             if i and tensor.requires_grad:
@@ -176,13 +180,19 @@ class Messages:
 
     def wait(self) -> None:
         """Wait until all messages have arrived."""
-        while self._sent:
-            work, _ = self._sent.pop()
-            wait_until_sent(work)
+        for key in [*self._sent]:
+            self._let_go(key)
 
-    def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
+    def _let_go(self, key: tuple[int, int]) -> None:
+        """Wait until the messages of a stage and micro-batch have arrived, and free them."""
+        sent = self._sent.pop(key, [])
+        while sent:
+            wait_until_sent(sent.pop()[0])
+
+    def _send(self, tensor: Tensor, stage: int, key: tuple[int, int], i: int) -> None:
         sent = sendable(_real(tensor.resolve_conj().contiguous()), self._group)
-        self._sent.append((dist.isend(sent, group=self._group, group_dst=stage % self._ranks, tag=tag), sent))
+        work = dist.isend(sent, group=self._group, group_dst=stage % self._ranks, tag=self._tag(*key, i))
+        self._sent[key].append((work, sent))
 
     def _receive(self, tensor: Tensor, stage: int, tag: int) -> None:
         receive(_real(tensor), self._group, stage % self._ranks, tag)

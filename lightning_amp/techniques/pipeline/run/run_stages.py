@@ -67,7 +67,7 @@ class Ran:
     Attributes:
         times: Times of this rank's passes.
         results: Results of the last block, for every micro-batch.
-        returned: Results of the step, for every micro-batch; with a `Rest` there is only one.
+        returned: Result of the step for one micro-batch, or with a `Rest`; otherwise the losses of all micro-batches.
         drew: Whether random numbers were drawn after the last block.
         wrote: Whether what follows the blocks has written in place into the last block's result.
     """
@@ -173,9 +173,14 @@ class Stages:
             return result, leaves
         _refuse_placeholders(returned)
         ran.results[j], ran.returned[j] = detached(result), detached(returned)
+        if len(work.seeds) > 1:
+            # a loss may be in the memory of the losses of all samples
+            ran.returned[j] = loss_of(ran.returned[j]).clone()
         # With dropout in a head, the loss differs in every run, so that the losses of parts and full batch can only be
         # compared without dropout.
         ran.wrote |= any(tensor._version != version for tensor, version in self.walk.versions_after)
+        # they hold the micro-batch's graph, and with it what the stage has received
+        self.walk.versions_after = []
         ran.drew |= not torch.equal(self.walk.random_state_after, packed_draws())
         return (work.weights[j] * loss_of(returned) if work.weights else None), leaves
 

@@ -22,8 +22,10 @@ What belongs to the first and the last layer (embedding; head and loss) is part 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, SupportsFloat, TypeAlias
+
+import numpy as np
 
 from lightning_amp.costs.ordered_runs import Device, OrderedRuns, paces, whole
 from lightning_amp.errors import PlanError
@@ -210,3 +212,30 @@ def _devices(pace: list[int], layer_bytes: Any, stage_bytes: Any, layers: int) -
     room = flat[layers * len(rows) :]
     # one row, or one cap, stands for all stages
     return [Device(pace=p, bytes_before=before[i % len(before)], cap=room[i % len(room)]) for i, p in enumerate(pace)]
+
+
+def filled(ends: tuple[int, ...], stages: int, seconds: Any, speeds: tuple[float, ...]) -> tuple[int, ...]:
+    """Extend a cut to the required number of stages, each with a block.
+
+    Without speeds, the longest stages are split. With speeds, a rank without blocks gets one of its neighbour.
+
+    Args:
+        ends: One past the last block of every stage.
+        stages: Required number.
+        seconds: Seconds of every block, [K].
+        speeds: Speeds of the ranks; empty if they are equal.
+    """
+    if speeds:
+        blocks = len(seconds)
+        whole = [*ends, *[blocks] * (stages - len(ends))]
+        strict = list(accumulate(whole, lambda before, end: max(before + 1, end), initial=0))[1:]
+        return tuple(min(end, blocks - (stages - 1 - s)) for s, end in enumerate(strict))
+    # caps may leave the first rank without a block
+    ends = tuple(sorted({*ends} - {0}))
+    work = np.concatenate([[0.0], np.cumsum(seconds)])
+    while len(ends) < stages:
+        runs = [run for run in pairwise((0, *ends)) if run[1] - run[0] > 1]
+        start, end = max(runs, key=lambda run: float(work[run[1]] - work[run[0]]))
+        middle = min(range(start + 1, end), key=lambda i: abs(float(2 * work[i] - work[start] - work[end])))
+        ends = tuple(sorted({*ends, middle}))
+    return ends

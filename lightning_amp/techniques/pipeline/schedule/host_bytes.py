@@ -22,7 +22,9 @@ def host_bytes(pipeline: Pipeline, rank: int, small: Passes | None = None) -> tu
     def sizes_of(part: Passes) -> dict[int, list[int]]:
         to_the_end = not pipeline.at_once
         runs = ((stage, pipeline.runs[stage]) for stage in stages)
-        windows = {stage: window_of(part, *run, to_the_end=to_the_end, rank=own) for stage, run in runs}
+        windows = {
+            stage: window_of(part, *run, to_the_end=to_the_end, alone=pipeline.alone, rank=own) for stage, run in runs
+        }
         return {stage: part.n_bytes[window.leaves].tolist() for stage, window in windows.items()}
 
     large, rows, count = sizes_of(pipeline.part), pipeline.whole.rows, 1 + max(now.micro_batch for now in order)

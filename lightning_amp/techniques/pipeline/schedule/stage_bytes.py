@@ -7,12 +7,13 @@
     in flight       what autograd keeps of the segments, what was received, the result of the last block
     backward pass   what is in flight minus what was read for the last time, temporaries, the received gradient;
                     gradients of parameters, from the second micro-batch on twice until they are added
-    sent            tensors are kept until the step ends: results of a stage, gradients of what it received
-    last stage      results of all micro-batches, and what the step returns of each; under gpipe what follows the
-                    blocks, forward and backward, for the full batch, and the gradients of its inputs; otherwise what
-                    follows them once more without gradients
+    sent            results of a stage, in copies where they are not contiguous, until their gradients come; gradients
+                    of what it received until the step ends
+    last stage      results of all micro-batches, and their losses; under gpipe what follows the blocks, forward and
+                    backward, for the full batch, and the gradients of its inputs; otherwise what follows them once
+                    more without gradients
     tied            the first of the ranks that share a gradient receives those of the others
-    draws           states of random generators: of the run, of the start (and, on the last stage, the end) of the last
+    draws           states of random generators: of the start (and, where a loss follows, the end) of the last
                     micro-batch, and one that is sent with every result
 
 These are the tensors of techniques/pipeline/ and techniques/pipeline/steps/pipelined_steps.py.
@@ -24,8 +25,7 @@ after the blocks runs that part several times, one after the other.
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 
@@ -36,6 +36,8 @@ from lightning_amp.techniques.pipeline.schedule.stage_window import StageWindow
 
 DRAWS, PRINT = 10_100, 8
 """Bytes of the random state of torch, NumPy and Python, and of the digest that is sent with it for comparison."""
+NUMBER = 8
+"""Most bytes of a loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +50,10 @@ class StageBytes:
         first_backward: Peak bytes of the backward pass, with new gradients, instead of `kept`.
         backward: Peak bytes of the backward pass of a later micro-batch, in addition to existing gradients.
         result, received: Bytes of the last block's result, and of what the stage receives.
-        returned: Bytes of what the step returns, for the last stage.
+        sent: Bytes that are sent with the result, and of its copy if it is not contiguous.
+        sent_back: Bytes of the gradients that it sends.
+        stays: Bytes that the last stage keeps after the backward pass, of the result and of what the step returns.
+        written: Bytes of copies of the batch that the step writes into.
         gradients: Bytes of the gradients of all parameters that it reads.
     """
 
@@ -58,7 +63,10 @@ class StageBytes:
     backward: int
     result: int
     received: int
-    returned: int
+    sent: int
+    sent_back: int
+    stays: int
+    written: int
     gradients: int
 
 
@@ -74,16 +82,29 @@ class RestBytes:
     gradients: int
 
 
-def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool, rank: Collection[int] = ()) -> StageBytes:
+def stage_bytes(
+    passes: Passes, start: int, end: int, *, to_the_end: bool, alone: bool = False, rank: Collection[int] = ()
+) -> StageBytes:
     """Compute the bytes of the blocks start <= i < end as a stage; with `to_the_end`, also of what follows all blocks.
 
     Args:
+        passes: Passes of the micro-batch.
+        start, end: First block, and one past the last.
+        to_the_end: Whether what follows the blocks runs for every micro-batch.
+        alone: Whether there is one micro-batch, of which everything that the step returns is kept.
         rank: Segments that the rank runs, if it has several stages.
     """
-    window = window_of(passes, start, end, to_the_end=to_the_end, rank=rank)
+    window = window_of(passes, start, end, to_the_end=to_the_end, alone=alone, rank=rank)
     received, result = passes.sent_bytes[start - 1] if start else 0, passes.sent_bytes[end - 1]
-    # the gradient that comes back from the next stage, and the received tensors
-    in_backward = received + (0 if end == len(passes.names) else result)
+    is_last = end == len(passes.names)
+    number = loss_bytes(passes) if to_the_end and is_last else 0
+    returned = returned_bytes(passes) if alone else number
+    stays = result + returned if is_last else 0
+    # a byte says which gradients are sent
+    back = received + len(passes.outputs[start - 1]) if start else 0
+    # the gradient that comes back from the next stage, or the loss, that times its weight, and its gradient, and the
+    # received tensors
+    in_backward = received + ((3 - alone) * number if is_last else result)
     first, later = window.backward()
     return StageBytes(
         forward=window.forward() + received,
@@ -92,21 +113,33 @@ def stage_bytes(passes: Passes, start: int, end: int, *, to_the_end: bool, rank:
         backward=later + in_backward,
         result=result,
         received=received,
-        returned=int(passes.n_bytes[_returned(passes, end, to_the_end=to_the_end)].sum()),
+        sent=0 if is_last else DRAWS + PRINT + passes.strided_bytes[end - 1],
+        sent_back=back,
+        stays=stays,
+        written=int(passes.n_bytes[list(passes.copies)].sum()) if passes.writes_batch else 0,
         gradients=sum(p.gradient_bytes for p in parameters_of(passes, start, end)),
     )
 
 
-def window_of(passes: Passes, start: int, end: int, *, to_the_end: bool, rank: Collection[int] = ()) -> StageWindow:
+def loss_bytes(passes: Passes) -> int:
+    """Bytes of a loss, whose storage may have those of all samples."""
+    return min(NUMBER, *passes.n_bytes[list(passes.returned)].tolist()) if passes.returned else 0
+
+
+def returned_bytes(passes: Passes) -> int:
+    """Bytes of what the step returns."""
+    return int(passes.n_bytes[list(passes.returned)].sum())
+
+
+def window_of(
+    passes: Passes, start: int, end: int, *, to_the_end: bool, alone: bool = False, rank: Collection[int] = ()
+) -> StageWindow:
     """Return the lifetimes of storages in a stage, with the arguments of `stage_bytes`."""
     blocks = len(passes.names)
     assert 0 <= start < end <= blocks, f"a stage has blocks, got {start!r} to {end!r} of {blocks!r}"
-    returned = [*passes.outputs[end - 1], *_returned(passes, end, to_the_end=to_the_end)]
-    return StageWindow(passes, start, end + (to_the_end and end == blocks), returned=returned, rank=rank)
-
-
-def _returned(passes: Passes, end: int, *, to_the_end: bool) -> list[int]:
-    return list(passes.returned) if to_the_end and end == len(passes.names) else []
+    follows = to_the_end and end == blocks
+    returned = [*passes.outputs[end - 1], *(passes.returned if follows and alone else ())]
+    return StageWindow(passes, start, end + follows, returned=returned, rank=rank)
 
 
 def rest_window(passes: Passes, *, rank: Collection[int] = ()) -> StageWindow:
@@ -120,10 +153,10 @@ def rest_bytes(passes: Passes, *, rank: Collection[int] = ()) -> RestBytes:
     blocks, window = len(passes.names), rest_window(passes, rank=rank)
     return RestBytes(
         forward=window.forward(),
-        backward=window.backward()[0],
+        backward=window.backward()[0] + loss_bytes(passes),
         silent=window.forward(silent=True),
         inputs=passes.sent_bytes[-1],
-        returned=int(passes.n_bytes[list(passes.returned)].sum()),
+        returned=returned_bytes(passes),
         gradients=sum(p.gradient_bytes for p in passes.parameters if p.block is None and blocks in p.segments),
     )
 
@@ -156,6 +189,11 @@ class Pipeline:
     ends: tuple[int, ...]
     orders: tuple[Order, ...]
     at_once: bool
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one micro-batch, the batch itself."""
+        return not any(step.micro_batch for order in self.orders for step in order)
 
     @property
     def runs(self) -> list[tuple[int, int]]:
@@ -216,20 +254,21 @@ class _StageWalk:
         self._always += 0 if whole.frees_gradients else self._gradients
         ends_here = self._last % len(pipeline.orders) == rank
         self._segments = segments_of(pipeline, rank)
-        self._always += (3 if ends_here else 2) * DRAWS
+        self._always += (2 if ends_here and not pipeline.at_once else 1) * DRAWS
         self._now = self.most = self._always
         self._begun: set[int] = set()
-        self._came = self._sent = self._results = 0
+        self._came = self._sent = 0
         self._stages = lru_cache(maxsize=None)(self._stage)
         self._rest_done = False
 
     def forward(self, stage: int) -> None:
         own = self._stages(stage)
-        self._reach(own.forward)
-        self._now += own.kept
+        # a random state is received before the blocks run
+        self._reach(max(own.forward, own.received + 2 * DRAWS + PRINT if stage else 0))
+        self._now += own.kept + own.sent + own.written
         if stage < self._last:
-            self._now += DRAWS + PRINT
-            self._sent += DRAWS + PRINT
+            # what is sent is joined from two parts, before copies are made
+            self._reach(max(0, DRAWS - self._pipeline.part.strided_bytes[self._pipeline.ends[stage] - 1]))
 
     def backward(self, stage: int) -> None:
         if stage == self._last and self._pipeline.at_once and not self._rest_done:
@@ -237,43 +276,46 @@ class _StageWalk:
         own = self._stages(stage)
         first = stage not in self._begun
         self._begun.add(stage)
-        # the window of the backward pass starts with the kept bytes
-        self._now -= own.kept
-        self._reach(own.first_backward if first else own.backward)
+        # the window of the backward pass starts with the kept bytes; what was sent has arrived
+        self._now -= own.kept + own.sent
+        # which backward passes begin with
+        strided = self._pipeline.part.strided_bytes[-1] if stage == self._last and self._pipeline.at_once else 0
+        self._reach((own.first_backward if first else own.backward) + strided)
         # gradients of a later micro-batch are added to these, and exist only until then (`own.backward`)
         if first:
             # gradients of what follows the blocks exist already
             came = min(self._gradients - self._came, own.gradients)
             self._came += came
             self._now += came
-        stays = own.received if stage else 0
-        if stage < self._last:
-            self._sent += own.result + stays
-        else:
-            self._sent += stays
-            self._results += own.result
-        self._now += stays + own.result + own.returned
+        self._sent += own.sent_back
+        self._now += own.sent_back + own.stays
 
     def _rest(self) -> None:
         rest = rest_bytes(self._pipeline.whole, rank=self._segments)
         self._rest_done = True
-        self._reach(rest.forward)
-        self._reach(rest.backward)
+        # with a random state to compare with
+        self._reach(rest.forward + DRAWS)
+        self._reach(rest.backward + DRAWS)
         self._came += rest.gradients
         # the gradients of its inputs are views of one tensor
         self._now += rest.gradients + rest.inputs + rest.returned
+        # unless the inputs are not contiguous, which copies them
+        self._reach(self._pipeline.whole.strided_bytes[-1] + DRAWS)
 
     def after(self) -> None:
         pipeline, whole = self._pipeline, self._pipeline.whole
-        # sent tensors are kept until `Messages.wait`, after the last pass, even if they arrived earlier
+        # sent gradients are kept until `Messages.wait`, after the last pass, even if they arrived earlier
         self._now -= self._sent
         self._reach(self._tied())
         last = self._last % len(pipeline.orders) == self._rank
-        several = any(step.micro_batch for order in pipeline.orders for step in order)
-        if last and several and not pipeline.at_once:
+        if last and not pipeline.alone and not pipeline.at_once:
             self._reach(rest_bytes(whole, rank=self._segments).silent)
-        # old gradients are freed before the new ones are set
+        # every rank has what the step returns until the optimiser has stepped; the last one sends copies of it
+        returned, held = returned_bytes(whole), pipeline.at_once or pipeline.alone
+        self._reach(returned if held or not last else 2 * returned)
+        # old gradients are freed before the new ones are set; the loss is returned anew, and Lightning copies it
         self._now = self._always + (self._gradients if whole.frees_gradients else 0)
+        self._now += returned + 2 * loss_bytes(whole)
         self._reach(self._optimiser())
 
     def _tied(self) -> int:
@@ -303,7 +345,8 @@ class _StageWalk:
     def _stage(self, stage: int) -> StageBytes:
         start, end = self._pipeline.runs[stage]
         to_the_end = not self._pipeline.at_once
-        return stage_bytes(self._pipeline.part, start, end, to_the_end=to_the_end, rank=self._segments)
+        alone = self._pipeline.alone
+        return stage_bytes(self._pipeline.part, start, end, to_the_end=to_the_end, alone=alone, rank=self._segments)
 
     def _reach(self, more: int) -> None:
         self.most = max(self.most, self._now + more)
@@ -332,30 +375,3 @@ def layer_bytes(part: Passes, orders: Sequence[Order], stages: int, *, at_once: 
     for stage in range(stages):
         flying = flights[stage % len(orders)][stage]
         yield [own + flying * saved for own, saved in zip(held, kept, strict=True)]
-
-
-def filled(ends: tuple[int, ...], stages: int, seconds: Any, speeds: tuple[float, ...]) -> tuple[int, ...]:
-    """Extend a cut to the required number of stages, each with a block.
-
-    Without speeds, the longest stages are split. With speeds, a rank without blocks gets one of its neighbour.
-
-    Args:
-        ends: One past the last block of every stage.
-        stages: Required number.
-        seconds: Seconds of every block, [K].
-        speeds: Speeds of the ranks; empty if they are equal.
-    """
-    if speeds:
-        blocks = len(seconds)
-        whole = [*ends, *[blocks] * (stages - len(ends))]
-        strict = list(accumulate(whole, lambda before, end: max(before + 1, end), initial=0))[1:]
-        return tuple(min(end, blocks - (stages - 1 - s)) for s, end in enumerate(strict))
-    # caps may leave the first rank without a block
-    ends = tuple(sorted({*ends} - {0}))
-    work = np.concatenate([[0.0], np.cumsum(seconds)])
-    while len(ends) < stages:
-        runs = [run for run in pairwise((0, *ends)) if run[1] - run[0] > 1]
-        start, end = max(runs, key=lambda run: float(work[run[1]] - work[run[0]]))
-        middle = min(range(start + 1, end), key=lambda i: abs(float(2 * work[i] - work[start] - work[end])))
-        ends = tuple(sorted({*ends, middle}))
-    return ends

@@ -61,8 +61,8 @@ class StageWindow:
         self._here[list(passes.outputs[start - 1]) if start else []] = True
         # in the order in which autograd saves them; also of what the rank computes before its blocks
         saved = passes.uses[self._is_own(passes.uses[:, 1], passes.uses[:, 3]) | np.isin(passes.uses[:, 3], present), 0]
-        least = np.inf if passes.away is None else max(passes.away, 1)
-        self.leaves = [i for i in dict.fromkeys(saved.tolist()) if self._here[i] and passes.n_bytes[i] >= least]
+        leaves = self._here & passes.may_leave()
+        self.leaves = [i for i in dict.fromkeys(saved.tolist()) if leaves[i]]
         self._away = np.isin(np.arange(n), self.leaves)
         end = len(passes.segment)
         self._until[list(returned)], self._away[list(returned)] = end, False
@@ -111,9 +111,9 @@ class StageWindow:
         back = self._away & (self._read <= self._until)
         birth = place(np.where(back, self._read, passes.birth))
         until = np.where(made, passes.held, self._until)
+        gradients = self._gradients(own, made, until)
         here = made | self._kept | back
         others = bytes_alive(birth[here], place(until[here]), passes.n_bytes[here], length)
-        gradients = passes.gradients[own[passes.gradients[:, 0]]]
         if not len(gradients):
             return int(others.max()), int(others.max())
         born = place(gradients[:, 0])
@@ -121,3 +121,24 @@ class StageWindow:
         # a node returns all its gradients together, before any is added
         brief = bytes_alive(born, place(gradients[:, 3]), gradients[:, 1], length)
         return int((others + come).max()), int((others + brief).max())
+
+    def _gradients(self, own: Any, made: Any, until: Any) -> Any:
+        """Return the rows of the gradients that operators of a mask make, and correct which storages these make and how
+        long they live: if other segments make a part of a sum, the last own part is the gradient.
+        """
+        passes, rows, gone = self._passes, list[tuple[int, int, int, int]](), list[int]()
+        for row in np.unique(passes.sums[:, 0]).tolist():
+            sums = passes.sums[passes.sums[:, 0] == row]
+            parts = sums[sums[:, 2] >= 0]
+            mine = parts[own[passes.birth[parts[:, 1]]]]
+            if len(mine) == len(parts):
+                continue
+            gone.append(row)
+            made[sums[sums[:, 2] < 0, 1]] = False
+            if len(mine):
+                _, last, end = mine[np.argmax(passes.birth[mine[:, 1]])].tolist()
+                until[mine[:, 1]] = passes.birth[last]
+                made[last] = False
+                rows.append((int(passes.birth[last]), int(passes.n_bytes[last]), self._start, end))
+        listed = np.delete(passes.gradients, gone, axis=0)
+        return np.concatenate([listed[own[listed[:, 0]]], np.array(rows, dtype=np.int64).reshape(-1, 4)])

@@ -268,7 +268,7 @@ class PipelinedSteps:
         with isolated_random_streams():
             with self._recorder.recording(record):
                 record.returned = detached(self._stages.run_rest(whole, ran.results))
-            losses = [loss_of(returned) for returned in ran.returned]
+            losses: list[Tensor] = ran.returned
             loss, rounds = loss_of(record.returned), torch.is_autocast_enabled("cpu")
             if ran.drew or (rounds and self._exactly):
                 self._exactly = False

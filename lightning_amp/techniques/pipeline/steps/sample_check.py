@@ -15,7 +15,6 @@ counts its calls.
 Known limit: if all samples are equal, nothing is detected.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +25,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection  # type: i
 from torch import Tensor, nn
 
 from lightning_amp._torch import tree_leaves
-from lightning_amp.data.batch import tensors_in
+from lightning_amp.data.batch import integers_in
 from lightning_amp.data.cut_batch import Samples, rows_of
 from lightning_amp.errors import DataError, ModelError
 from lightning_amp.techniques.checks.same_function import close
@@ -69,14 +68,11 @@ class Given:
     def call(self, step: Callable[..., Any], batch: Any, *rest: Any) -> Any:
         """Call the step with the batch, and return its result."""
         copies: list[tuple[Tensor, Tensor]] = []
-        tensors = [values for values in tensors_in(batch) if values.layout is torch.strided]
-        memory = Counter(values.untyped_storage().data_ptr() for values in tensors)
+        # a write into one of two tensors that share memory changes both, so these are not copied, and writes raise
+        written = {*map(id, integers_in(batch))}
 
         def own(values: Any) -> Any:
-            if not isinstance(values, Tensor) or values.layout is not torch.strided:
-                return values
-            # a write into one of two tensors that share memory changes both, so these are not copied, and writes raise
-            if values.is_floating_point() or values.is_complex() or memory[values.untyped_storage().data_ptr()] > 1:
+            if id(values) not in written:
                 return values
             copies.append((values, values.clone()))
             return copies[-1][1]

@@ -12,7 +12,7 @@ import pytest
 
 import lightning_amp
 from lightning_amp import PipelineCut, PlanError, cut_pipeline
-from lightning_amp.techniques.pipeline.schedule.stage_bytes import filled
+from lightning_amp.techniques.pipeline.schedule.cut import filled
 
 
 @dataclass
