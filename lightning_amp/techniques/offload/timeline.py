@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_amp.footprint.module_profile import bytes_alive
+from lightning_amp.techniques.host_memory.host_pool import Buffer, HostPool
 
 KEEP, HOST, AGAIN = 0, 1, 2
 WAYS = KEEP, HOST, AGAIN
@@ -171,6 +172,21 @@ class Timeline:
         return self.seconds + _seconds(moments, self.n_bytes.tolist(), link, self.again.tolist())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnHost:
+    """What a step with storages on the host takes there.
+
+    Attributes:
+        host_bytes: Bytes of the pool.
+        left_bytes: Bytes that leave.
+        n_left: Number of storages that leave.
+    """
+
+    host_bytes: int
+    left_bytes: int
+    n_left: int
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SavedTensors:
     """Storages that a counted step could have on the host, and its bytes while all are on the device.
@@ -179,6 +195,8 @@ class SavedTensors:
         live: [moment] bytes on the device; a moment is one operator.
         clock: [moment + 1] seconds before each moment, and of the step.
         sizes: Bytes of all storages that may leave, by number.
+        buffers: [event] number of a storage whose host memory is taken (1) or given back (0), which, and whether that
+            is in this step, not before.
         number: [storage] of those whose leaving frees something: the number,
         n_bytes: the size,
         place: the place among the operators that a replay counts,
@@ -189,6 +207,7 @@ class SavedTensors:
     live: Array
     clock: Array
     sizes: Array
+    buffers: Array
     number: Array
     n_bytes: Array
     place: Array
@@ -199,11 +218,28 @@ class SavedTensors:
     def at_least(self, n_bytes: int) -> "SavedTensors":
         """Return those of at least so many bytes, numbered without the others."""
         large = self.sizes >= n_bytes
-        some = large[self.number]
+        some, numbers = large[self.number], np.cumsum(large) - 1
         names = ("number", "n_bytes", "place", "saved_at", "gone", "back")
         kept = {name: getattr(self, name)[some] for name in names}
-        kept["number"] = (np.cumsum(large) - 1)[kept["number"]]
+        kept["number"] = numbers[kept["number"]]
+        kept["buffers"] = self.buffers[large[self.buffers[:, 0]]]
+        kept["buffers"][:, 0] = numbers[kept["buffers"][:, 0]]
         return replace(self, sizes=self.sizes[large], **kept)
+
+    def on_host(self, which: Sequence[int]) -> OnHost:
+        """Return what some storages take of the host."""
+        numbers, pool, held = {*self.number[which].tolist()}, HostPool(None), dict[int, Buffer]()
+        left = list[int]()
+        for number, is_taken, in_step in self.buffers.tolist():
+            if number not in numbers:
+                continue
+            if is_taken:
+                held[number] = pool.take(int(self.sizes[number]), real=False, pinned=False)
+                left += [int(self.sizes[number])] * in_step
+            elif number in held:
+                # else it was taken in an earlier run of the step
+                pool.give(held.pop(number))
+        return OnHost(host_bytes=pool.n_bytes, left_bytes=sum(left), n_left=len(left))
 
     @cached_property
     def _spans(self) -> tuple[Array, Array]:
