@@ -6,7 +6,7 @@ first. Beside `replay`, stretches of the step are kept, run again or leave, whic
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from typing import Any
 
@@ -105,7 +105,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     try:
         # what other ranks hold is not in the count; of replays the draft has none
         beyond = seen.peak_bytes(draft.ranks) - seen.peak_bytes(1)
-        bound = inf if budget is None or not replays else budget - beyond
+        bound = budget - beyond if budget is not None and replays else -1
         plain = look.plain_bytes(rules, bound) if rules else seen.peak_bytes(1)
         beyond = beyond if replays else draft.peak_bytes - plain
         within = None if budget is None else budget - beyond
@@ -233,20 +233,34 @@ class _Leaving:
         room = inf if self._spec.host_memory is None else self._spec.host_memory
         return np.nonzero(np.cumsum(self._saved.n_bytes) <= room)[0].tolist()
 
+    @cached_property
+    def _leanest(self) -> tuple[float, list[int]]:
+        """The least peak that leaving can reach, and what leaves for it; -inf if the host has no room for all."""
+        which = self._all()
+        if len(which) < len(self._saved.number):
+            return -inf, which
+        return self._saved.peak(which), self._without_needless(which, -inf)
+
+    def _without_needless(self, which: list[int], aim: float) -> list[int]:
+        """Leave out storages, the last first, which come back first, that are not needed for a peak or its least."""
+        most = max(aim, self._saved.peak(which))
+        for i in reversed(which):
+            fewer = [other for other in which if other != i]
+            if self._saved.peak(fewer) <= most:
+                which = fewer
+        return which
+
     def _chosen(self, aim: float, ahead: int) -> list[int]:
         saved, room = self._saved, self._spec.host_memory
+        if aim < self._leanest[0]:
+            return self._leanest[1]
         share = np.cumsum(saved.n_bytes) / saved.n_bytes.sum()
         group = np.minimum((share * GROUPS).astype(int), GROUPS - 1)
         groups = [np.nonzero(group == one)[0].tolist() for one in np.unique(group)]
         link = link_of(self._seen, ahead * saved.n_bytes.max())
         ways = choose_ways(saved.timeline(groups), aim, link, host=inf if room is None else room)
         which = [i for some, way in zip(groups, ways, strict=True) if way == HOST for i in some]
-        # of the last ones, which come back first, no more than needed
-        for i in reversed(which):
-            fewer = [other for other in which if other != i]
-            if saved.peak(fewer) <= max(aim, saved.peak(which)):
-                which = fewer
-        return which
+        return self._without_needless(which, aim)
 
     def _predicted(self, which: list[int], ahead: int) -> _Made:
         window = self._window(which, ahead)
