@@ -55,7 +55,7 @@ def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
         said += NO_ROOM.format(sets)
     said += OWN_CHECKPOINTS if seen.own_checkpoints else ""
     if least.peak_bytes <= budget:
-        return f"{said}, which fits: name these techniques in strategies, or leave strategies out"
+        return f"{said}, which fits: name these techniques in strategies"
     more = fewest_ranks(seen, budget, above=ranks)
     if more is None and seen.counted is None:
         # for a profile alone, or a step that needs values, some techniques were not searched
@@ -106,7 +106,8 @@ def leanest_counted(
 
     Sets are counted by ascending prediction, until no other is predicted to need less than the least count, and at most
     `MOST_COUNTS` of them, each with all of its techniques and with what saves most by the prediction. What a count
-    takes beyond the prediction is added to the predictions of all sets with the same techniques.
+    takes beyond the prediction is added to the predictions of all sets with the same techniques. Sets with techniques
+    that the user requests follow, as many again: a request of more techniques never requires more.
 
     Args:
         seen: The step, without what counts found beyond predictions.
@@ -121,32 +122,35 @@ def leanest_counted(
         for n in (0, None)
     ]
     drafts = [(frozenset(names), one) for names, one in made if isinstance(one, Draft)]
-    best, counts, left = as_it_is(seen, ranks), dict(seen.counts), MOST_COUNTS
+    groups = [[pair for pair in drafts if bool(pair[0] & seen.requested.keys()) is asked] for asked in (False, True)]
+    best, counts = as_it_is(seen, ranks), dict(seen.counts)
     excess: dict[frozenset[str], int] = {}
 
     def expected(pair: tuple[frozenset[str], Draft]) -> tuple[int, tuple[float, int, int]]:
         more = max((n for names, n in excess.items() if names <= pair[0]), default=0)
         return pair[1].peak_bytes + more, merit(pair[1])
 
-    while drafts and left:
-        found = min(drafts, key=expected)
-        if expected(found)[0] >= best.peak_bytes:
-            break
-        drafts.remove(found)
-        names, one = found
-        peak = known.get(one.targets)
-        if peak is None:
-            left -= 1
-            try:
-                peak = count(one)
-            except NoRoomToCountError:
-                seen = replace(seen, no_room=seen.no_room | {one.strategies})
-                continue
-            except AmpError:
-                continue
-        excess[names] = max(peak - one.peak_bytes, excess.get(names, 0))
-        counts[names] = min(peak, counts.get(names, peak))
-        best = min(best, replace(one, peak_bytes=peak), key=_leaner)
+    for drafts in groups:
+        left = MOST_COUNTS
+        while drafts and left:
+            found = min(drafts, key=expected)
+            if expected(found)[0] >= best.peak_bytes:
+                break
+            drafts.remove(found)
+            names, one = found
+            peak = known.get(one.targets)
+            if peak is None:
+                left -= 1
+                try:
+                    peak = count(one)
+                except NoRoomToCountError:
+                    seen = replace(seen, no_room=seen.no_room | {one.strategies})
+                    continue
+                except AmpError:
+                    continue
+            excess[names] = max(peak - one.peak_bytes, excess.get(names, 0))
+            counts[names] = min(peak, counts.get(names, peak))
+            best = min(best, replace(one, peak_bytes=peak), key=_leaner)
     return best, replace(seen, counts=counts, least=best)
 
 
