@@ -1,6 +1,6 @@
 """Count steps from which tensors leave for the host, and when each of them could be away."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +19,10 @@ from lightning_amp.footprint.operator_rates import OperatorRates
 from lightning_amp.footprint.profile_module import counted_step
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.techniques.contract.protocol import StepToPlan
+from lightning_amp.techniques.host_memory.host_pool import Buffer, HostPool
 from lightning_amp.techniques.offload.install import moves_of
 from lightning_amp.techniques.offload.row import NAME, ON_CPU, UNPROVED, Offload
-from lightning_amp.techniques.offload.timeline import SavedTensors
+from lightning_amp.techniques.offload.timeline import OnHost, SavedTensors
 from lightning_amp.techniques.replay.tape import Tape
 
 T = TypeVar("T")
@@ -66,6 +67,22 @@ class Look:
         """Return the storages that could leave."""
         count = partial(_saved, rates=self._step.operator_rates())
         return self.once(("saved", changes_of(rules)), lambda: self._step.run_with((*rules, _rule(ALL)), count))
+
+    @staticmethod
+    def on_host(saved: SavedTensors, which: Sequence[int]) -> OnHost:
+        """Return what some of a step's storages take of the host: the pool gets and gives back as in the step."""
+        numbers, pool, held = {*saved.number[which].tolist()}, HostPool(None), dict[int, Buffer]()
+        left = list[int]()
+        for number, is_taken, in_step in saved.buffers.tolist():
+            if number not in numbers:
+                continue
+            if is_taken:
+                held[number] = pool.take(int(saved.sizes[number]), real=False, pinned=False)
+                left += [int(saved.sizes[number])] * in_step
+            elif number in held:
+                # else it was taken in an earlier run of the step
+                pool.give(held.pop(number))
+        return OnHost(host_bytes=pool.n_bytes, left_bytes=sum(left), n_left=len(left))
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """Return what was made for a key before, or make it."""

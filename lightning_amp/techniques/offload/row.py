@@ -267,7 +267,7 @@ class _Leaving:
         return _Made(
             spec=replace(self._spec, leaves=written(self._saved.number[which].tolist()), window=window),
             peak_bytes=int(self._saved.peak(which, window) + self._more),
-            on_host=self._saved.on_host(which),
+            on_host=self._look.on_host(self._saved, which),
             seconds=self._seconds(which, ahead),
         )
 

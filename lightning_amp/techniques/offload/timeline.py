@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_amp.footprint.module_profile import bytes_alive
-from lightning_amp.techniques.host_memory.host_pool import Buffer, HostPool
 
 KEEP, HOST, AGAIN = 0, 1, 2
 WAYS = KEEP, HOST, AGAIN
@@ -225,21 +224,6 @@ class SavedTensors:
         kept["buffers"] = self.buffers[large[self.buffers[:, 0]]]
         kept["buffers"][:, 0] = numbers[kept["buffers"][:, 0]]
         return replace(self, sizes=self.sizes[large], **kept)
-
-    def on_host(self, which: Sequence[int]) -> OnHost:
-        """Return what some storages take of the host."""
-        numbers, pool, held = {*self.number[which].tolist()}, HostPool(None), dict[int, Buffer]()
-        left = list[int]()
-        for number, is_taken, in_step in self.buffers.tolist():
-            if number not in numbers:
-                continue
-            if is_taken:
-                held[number] = pool.take(int(self.sizes[number]), real=False, pinned=False)
-                left += [int(self.sizes[number])] * in_step
-            elif number in held:
-                # else it was taken in an earlier run of the step
-                pool.give(held.pop(number))
-        return OnHost(host_bytes=pool.n_bytes, left_bytes=sum(left), n_left=len(left))
 
     @cached_property
     def _spans(self) -> tuple[Array, Array]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_amp.techniques.offload.choose_ways import choose_ways
+from lightning_amp.techniques.offload.look import Look
 from lightning_amp.techniques.offload.row import Offload, written
 from lightning_amp.techniques.offload.timeline import AGAIN, HOST, KEEP, Link, OnHost, SavedTensors, Timeline
 
@@ -130,9 +131,9 @@ def test_small_storages_are_left_out_and_the_others_numbered_again() -> None:
     )
     large = saved.at_least(10)
     assert large.number.tolist() == [0, 2]
-    assert large.on_host([0, 1]) == OnHost(host_bytes=300, left_bytes=400, n_left=2)
-    assert large.on_host([0]) == OnHost(host_bytes=100, left_bytes=100, n_left=1)
-    assert saved.on_host([3]) == OnHost(host_bytes=300, left_bytes=300, n_left=1)
+    assert Look.on_host(large, [0, 1]) == OnHost(host_bytes=300, left_bytes=400, n_left=2)
+    assert Look.on_host(large, [0]) == OnHost(host_bytes=100, left_bytes=100, n_left=1)
+    assert Look.on_host(saved, [3]) == OnHost(host_bytes=300, left_bytes=300, n_left=1)
     assert large.peak([]) == 500
     assert large.peak([0]) == 400
     assert large.peak([0, 1]) == 200
