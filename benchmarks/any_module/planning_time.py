@@ -27,8 +27,8 @@ from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.plan_of_module import ModulePlan, plan_of_module
 
 NAMED = ("S1", "S1,logits", "S1,replay", "S1,logits,replay", "S1,recompute", "S1,logits,recompute", "S1,chunk")
-WITHIN = (("S1,replay", 0.6), ("S1,replay,offload", 0.6))
-"""Techniques that are planned within a share of the plain peak."""
+WITHIN = (("S1,replay", 0.6), ("S1,replay,offload", 0.6), ("S1,replay,offload", 0.2))
+"""Techniques that are planned within a share of the plain peak, of which the last is less than they can reach."""
 AMPLE = 2**50
 SHARES = (None, 0.75, 0.6, 0.5, 0.35)
 """Of the plain peak, which the policy gets as its budget; None is more than the step takes."""

@@ -8,6 +8,7 @@ import pytest
 from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.planning.modules.min_memory_plan import leanest_counted
 from lightning_amp.planning.modules.plan_module import plan_module
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.techniques.chunk.row import ChunkBlock
@@ -62,6 +63,40 @@ def test_the_least_is_counted_and_the_same_whatever_is_asked_for(named: tuple[st
     assert made.diagnosis is not None
     if named in (None, ("replay",)):
         assert "replay" not in made.diagnosis.helps or "make the peak 3.9" in made.diagnosis.helps["replay"]
+
+
+@pytest.mark.usefixtures("_three_techniques")
+def test_more_ranks_are_named_for_techniques_that_split_something_over_them() -> None:
+    # replay would fit by its prediction, on any number of ranks
+    made = plan_module(base(2000), seen(), named=("replay",), count=count)
+    (said,) = (note for note in made.notes if "requires at least" in note)
+    assert "ranks with replay" not in said
+
+
+@pytest.mark.usefixtures("_three_techniques")
+def test_other_techniques_that_fit_on_these_ranks_are_named() -> None:
+    made = plan_module(base(2400), seen(), named=("replay",), count=count)
+    (said,) = (note for note in made.notes if "requires at least" in note)
+    assert said.endswith("2.29 KiB with chunk on 1 rank, which fits: name these techniques in strategies")
+
+
+def test_a_request_of_more_techniques_requires_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    # predictions of pairs with offload are far too low, and there are more of them than are counted
+    def drafted(step: ProfiledStep, names: tuple[str, ...], **_: Any) -> Draft | str:
+        if "offload" in names and "offload" not in step.requested:
+            return "it is used by name only"
+        rules = tuple(Rule(strategy=name, fqn="", spec=SPECS["recompute"], why="") for name in names)
+        low = 10 if "offload" in names and len(names) == 2 else 2400 if names == ("recompute",) else 4000
+        return Draft(ranks=1, peak_bytes=low, seconds=1, targets=rules)
+
+    monkeypatch.setattr("lightning_amp.planning.modules.min_memory_plan.draft", drafted)
+    step = seen()
+    requests: tuple[dict[str, Spec], ...] = {}, {"offload": SPECS["recompute"]}
+    for more in requests:
+        found, _ = leanest_counted(
+            step.requesting(more), 1, {}, lambda one: 2500 if one.strategies == ("recompute",) else 9000
+        )
+        assert found.peak_bytes == 2500
 
 
 @pytest.mark.usefixtures("_three_techniques")

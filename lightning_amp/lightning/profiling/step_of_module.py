@@ -309,10 +309,8 @@ class StepOfModule:
         return self._like(lambda: batch, replace(self._run_settings, moved=True), steps=self._steps)
 
     def _like(self, take_batch: Callable[[], Any], run_settings: RunSettings, **others: Any) -> "StepOfModule":
-        size, trains = self._batch_size, self._trains
-        return StepOfModule(
-            self.module, take_batch, run_settings=run_settings, batch_size=size, trains=trains, **others
-        )
+        others |= {"run_settings": run_settings, "batch_size": self._batch_size, "trains": self._trains}
+        return StepOfModule(self.module, take_batch, **others)
 
     def with_decoder(self, rules: Sequence[Rule], axis: DryAxis | None) -> "StepOfModule":
         """Return the same step, of which a batch was taken, with rules of its decoder as one rank of a model axis."""
@@ -359,12 +357,12 @@ class StepOfModule:
         self._answers.clear()
 
     def count(self, rules: Sequence[Rule]) -> ModuleProfile:
-        """Profile the step with rules installed, and undo them; cached by rules. Requires `take` before.
+        """Profile the step with rules installed, in any order, and undo them; cached by rules. Requires `take` before.
 
         Raises:
             AmpError: A technique does not support the module, or the step fails with it.
         """
-        key = changes_of(rules)
+        key = changes_of(rules_in_order(rules))
         if key not in self._counts:
             self._counts[key] = self.run_with(rules, profile_module)
         self._profiles[self._places(rules)] = self._counts[key]

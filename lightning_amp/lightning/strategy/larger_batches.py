@@ -160,7 +160,9 @@ class LargerBatches:
             )
         elif missing or found.predicted_peak_bytes > before.predicted_peak_bytes:
             self._keep(found, logs=False)
-        return None
+        else:
+            return None
+        return self._predict(counting, found)
 
     def again(self, batch: Any) -> str:
         """Install a plan for a batch that has exceeded the budget by what values decide, and describe it.
@@ -184,10 +186,16 @@ class LargerBatches:
             raise DoesNotFitError(f"{said}, and no plan fits it: {shortfall(found)}. What it has changed was put back")
         if not self._exchange(found):
             return ""
+        self._predict(counting, found)
         return (
             f"{techniques(found.strategies)}, for which {format_bytes(found.predicted_peak_bytes)} are predicted,"
             f" instead of {techniques(before.strategies)}"
         )
+
+    def _predict(self, counting: PlanningContext, plan: Plan) -> None:
+        """Let the strategy have the step of a plan as it was counted for rank 0's batch."""
+        strategy: Any = self._facts.strategy
+        strategy.predicted_step = counting.predicted_step(plan) if strategy.global_rank == 0 else None
 
     def _refuse(self, said: str) -> None:
         if self._facts.request.refuses:

@@ -13,8 +13,8 @@ runs.
 If no plan fits, the one that requires the least memory is taken, and the plan says that it does not fit.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain, combinations
 from types import MappingProxyType
@@ -156,7 +156,10 @@ def draft(
         return f"{' and '.join(names)} have no further way"
     # each variant is drafted with all techniques: the cheapest variant alone may leave too little room for the others
     known = Known() if known is None else known
-    made = [_draft(way, (last, k), tuple(names), ranks=ranks, budget=budget, known=known) for k, way in enumerate(ways)]
+    made = [
+        _draft(way, (last, k), _facts_of(way, seen), tuple(names), ranks=ranks, budget=budget, known=known)
+        for k, way in enumerate(ways)
+    ]
     drafts = [one for one in made if isinstance(one, Draft)]
     if not drafts:
         return made[0]
@@ -165,9 +168,18 @@ def draft(
     return replace(best, peak_bytes=best.peak_bytes + sum(found))
 
 
+def _facts_of(way: ProfiledStep, seen: ProfiledStep) -> Set[str]:
+    """Return the techniques that a variant of a step treats otherwise; all if it changes more than their facts."""
+    same = all(getattr(way, one.name) is getattr(seen, one.name) for one in fields(way) if one.name != "facts")
+    if not same:
+        return PREDICTIONS.keys()
+    return {name for name in {*way.facts, *seen.facts} if way.facts.get(name) is not seen.facts.get(name)}
+
+
 def _draft(
     seen: ProfiledStep,
     variant: tuple[bool, int],
+    of_facts: Set[str],
     names: tuple[str, ...],
     *,
     ranks: int,
@@ -186,7 +198,7 @@ def _draft(
     of_variant = variant, tuple(name for name in names if PREDICTIONS[name].variants)
     for n, name in enumerate(names, 1):
         assert isinstance(made, Draft), "the loop ends where it is none"
-        key = (of_variant, names[:n], budget)
+        key = (of_variant if of_facts & {*names[:n]} else None, names[:n], budget)
         if key not in known:
             known[key] = result_or_reason(PREDICTIONS[name].add, seen, made, budget)
         made = known[key]

@@ -16,7 +16,7 @@ from lightning_amp.planning.modules.candidates import Known, as_it_is, draft, me
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.stage_search import StageOptions
-from lightning_amp.techniques.table import STRATEGIES, is_of_block, stage_search
+from lightning_amp.techniques.table import PREDICTIONS, STRATEGIES, is_of_block, stage_search
 
 LEAST = "the step requires at least "
 """Start of the message that says what is missing."""
@@ -54,6 +54,8 @@ def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
         sets = " and with ".join("+".join(names) for names in sorted(seen.no_room))
         said += NO_ROOM.format(sets)
     said += OWN_CHECKPOINTS if seen.own_checkpoints else ""
+    if least.peak_bytes <= budget:
+        return f"{said}, which fits: name these techniques in strategies"
     more = fewest_ranks(seen, budget, above=ranks)
     if more is None and seen.counted is None:
         # for a profile alone, or a step that needs values, some techniques were not searched
@@ -84,11 +86,17 @@ def leanest(seen: ProfiledStep, ranks: int) -> Draft:
     return min((over_data(seen, ranks), *over_stages(seen, ranks)), key=_leaner)
 
 
-def over_data(seen: ProfiledStep, ranks: int) -> Draft:
-    """Return the leanest plan in which every rank has its own batch."""
+def over_data(seen: ProfiledStep, ranks: int, *, splitting: bool = False) -> Draft:
+    """Return the leanest plan in which every rank has its own batch; if `splitting`, of those that split over ranks."""
     known = Known()
-    made = [draft(seen, names, ranks=ranks, budget=0, known=known) for names in sets_of_techniques()]
-    return min((one for one in made if isinstance(one, Draft)), key=_leaner)
+    sets = (names for names in sets_of_techniques() if not splitting or any(map(_splits, names)))
+    made = (draft(seen, names, ranks=ranks, budget=0, known=known) for names in sets)
+    return min((one for one in made if isinstance(one, Draft)), key=_leaner, default=as_it_is(seen, ranks))
+
+
+def _splits(name: str) -> bool:
+    """Whether more ranks need less with a technique."""
+    return bool(STRATEGIES[name].split_parameters) or PREDICTIONS[name].needs_ranks > 1
 
 
 def leanest_counted(
@@ -98,7 +106,8 @@ def leanest_counted(
 
     Sets are counted by ascending prediction, until no other is predicted to need less than the least count, and at most
     `MOST_COUNTS` of them, each with all of its techniques and with what saves most by the prediction. What a count
-    takes beyond the prediction is added to the predictions of all sets with the same techniques.
+    takes beyond the prediction is added to the predictions of all sets with the same techniques. Sets with techniques
+    that the user requests follow, as many again: a request of more techniques never requires more.
 
     Args:
         seen: The step, without what counts found beyond predictions.
@@ -113,32 +122,35 @@ def leanest_counted(
         for n in (0, None)
     ]
     drafts = [(frozenset(names), one) for names, one in made if isinstance(one, Draft)]
-    best, counts, left = as_it_is(seen, ranks), dict(seen.counts), MOST_COUNTS
+    groups = [[pair for pair in drafts if bool(pair[0] & seen.requested.keys()) is asked] for asked in (False, True)]
+    best, counts = as_it_is(seen, ranks), dict(seen.counts)
     excess: dict[frozenset[str], int] = {}
 
     def expected(pair: tuple[frozenset[str], Draft]) -> tuple[int, tuple[float, int, int]]:
         more = max((n for names, n in excess.items() if names <= pair[0]), default=0)
         return pair[1].peak_bytes + more, merit(pair[1])
 
-    while drafts and left:
-        found = min(drafts, key=expected)
-        if expected(found)[0] >= best.peak_bytes:
-            break
-        drafts.remove(found)
-        names, one = found
-        peak = known.get(one.targets)
-        if peak is None:
-            left -= 1
-            try:
-                peak = count(one)
-            except NoRoomToCountError:
-                seen = replace(seen, no_room=seen.no_room | {one.strategies})
-                continue
-            except AmpError:
-                continue
-        excess[names] = max(peak - one.peak_bytes, excess.get(names, 0))
-        counts[names] = min(peak, counts.get(names, peak))
-        best = min(best, replace(one, peak_bytes=peak), key=_leaner)
+    for drafts in groups:
+        left = MOST_COUNTS
+        while drafts and left:
+            found = min(drafts, key=expected)
+            if expected(found)[0] >= best.peak_bytes:
+                break
+            drafts.remove(found)
+            names, one = found
+            peak = known.get(one.targets)
+            if peak is None:
+                left -= 1
+                try:
+                    peak = count(one)
+                except NoRoomToCountError:
+                    seen = replace(seen, no_room=seen.no_room | {one.strategies})
+                    continue
+                except AmpError:
+                    continue
+            excess[names] = max(peak - one.peak_bytes, excess.get(names, 0))
+            counts[names] = min(peak, counts.get(names, peak))
+            best = min(best, replace(one, peak_bytes=peak), key=_leaner)
     return best, replace(seen, counts=counts, least=best)
 
 
@@ -172,8 +184,11 @@ def fewest_ranks(seen: ProfiledStep, budget: int, *, above: int = 0) -> Draft | 
     found = _fewest_over_data(seen, budget, above)
     # pipelines of up to `above` ranks did not fit, and one with as many ranks as the data axis is no gain
     most = _blocks(seen) if found is None else min(_blocks(seen), found.ranks - 1)
+    lengths = range(max(2, above + 1), most + 1)
     # each further stage reduces the memory of the others, if only a little
-    for stages in range(max(2, above + 1), most + 1):
+    if any(made.peak_bytes > budget for stages in lengths[-1:] for made in _staged(seen, stages, data=1)):
+        return found
+    for stages in lengths:
         for made in _staged(seen, stages, data=1):
             if made.peak_bytes <= budget:
                 return made
@@ -181,17 +196,21 @@ def fewest_ranks(seen: ProfiledStep, budget: int, *, above: int = 0) -> Draft | 
 
 
 def _fewest_over_data(seen: ProfiledStep, budget: int, above: int) -> Draft | None:
-    # from two ranks on, peaks do not grow with the ranks, so double and then bisect; one rank averages no gradients and
-    # may require less than two, so it is tried first
-    low, high = above, above + 1
-    while over_data(seen, high).peak_bytes > budget:
-        if high >= MOST_RANKS:
-            return None
-        low, high = high, min(2 * high, MOST_RANKS)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if over_data(seen, middle).peak_bytes <= budget else (middle, high)
-    return over_data(seen, high)
+    def fits(ranks: int) -> bool:
+        return over_data(seen, ranks, splitting=True).peak_bytes <= budget
+
+    # one rank averages no gradients, so that without a split it requires the least
+    if above < 1 and (alone := over_data(seen, 1)).peak_bytes <= budget:
+        return alone
+    low, high = max(1, above), MOST_RANKS
+    # peaks do not grow with the ranks
+    if low >= high or not fits(high):
+        return None
+    while high > low + 1:
+        # double first, for most need few ranks
+        middle = min(2 * low, (low + high) // 2)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return over_data(seen, high, splitting=True)
 
 
 def _staged(seen: ProfiledStep, stages: int, *, data: int) -> list[Draft]:

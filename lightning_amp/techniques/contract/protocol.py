@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_amp._torch import AnyBatchNorm
 from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.footprint.chain.chain_of import CountedStep
+from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.shapes import FeatureAnchor, OwnCounts, PerAnchor
 from lightning_amp.techniques.contract.sharded_parameter import ShardedParameter
 
@@ -249,6 +250,9 @@ class StepToPlan(Protocol):
         Raises:
             AmpError: A technique does not support the module, or the step fails with it.
         """
+
+    def count(self, rules: Sequence[Rule]) -> ModuleProfile:
+        """Profile the step with rules installed, and undo them; cached by rules. Raises as `run_with`."""
 
     def operator_rates(self) -> Any:
         """Rates from which the times of operators are computed."""

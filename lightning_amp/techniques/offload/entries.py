@@ -60,6 +60,12 @@ class Watcher(Protocol):
     def saves(self, number: int, storage: Any) -> None:
         """Note that autograd saves a storage for the first time."""
 
+    def leaves(self, number: int) -> None:
+        """Note that a storage gets host memory."""
+
+    def stays_no_more(self, number: int) -> None:
+        """Note that its host memory is free."""
+
     def comes(self, number: int, storage: Any) -> None:
         """Note that a storage has come back, as this one."""
 

@@ -1,8 +1,8 @@
 """Count steps from which tensors leave for the host, and when each of them could be away."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any, TypeVar
@@ -16,33 +16,17 @@ from lightning_amp.costs.rule import Rule, changes_of
 from lightning_amp.footprint.live_bytes import Read, moved_bytes
 from lightning_amp.footprint.module_profile import Life, alive_bytes, bytes_alive
 from lightning_amp.footprint.operator_rates import OperatorRates
-from lightning_amp.footprint.profile_module import counted_step, profile_module
+from lightning_amp.footprint.profile_module import counted_step
 from lightning_amp.footprint.step_recorder import StepRecorder
 from lightning_amp.techniques.contract.protocol import StepToPlan
+from lightning_amp.techniques.host_memory.host_pool import Buffer, HostPool
 from lightning_amp.techniques.offload.install import moves_of
 from lightning_amp.techniques.offload.row import NAME, ON_CPU, UNPROVED, Offload
-from lightning_amp.techniques.offload.timeline import SavedTensors
+from lightning_amp.techniques.offload.timeline import OnHost, SavedTensors
 from lightning_amp.techniques.replay.tape import Tape
 
 T = TypeVar("T")
 ALL = Offload(least_bytes=1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CountedMoves:
-    """A counted step.
-
-    Attributes:
-        peak_bytes: Peak of the device.
-        host_bytes: Bytes of the pool.
-        left_bytes: Bytes that leave.
-        n_left: Number of storages that leave.
-    """
-
-    peak_bytes: int
-    host_bytes: int
-    left_bytes: int
-    n_left: int
 
 
 class Look:
@@ -77,18 +61,28 @@ class Look:
         key = "plain", changes_of(rules)
         if key not in self._known and within < inf and (peak := self.saved(rules).peak([])) > within:
             return int(peak)
-        return self.once(key, lambda: self._step.run_with(rules, profile_module).larger_peak_bytes)
+        return self.once(key, lambda: self._step.count(rules).larger_peak_bytes)
 
     def saved(self, rules: tuple[Rule, ...]) -> SavedTensors:
         """Return the storages that could leave."""
         count = partial(_saved, rates=self._step.operator_rates())
         return self.once(("saved", changes_of(rules)), lambda: self._step.run_with((*rules, _rule(ALL)), count))
 
-    def count(self, rules: tuple[Rule, ...], spec: Offload) -> CountedMoves:
-        """Return the counted step."""
-        # what a plan says of the host does not change the step
-        spec = replace(spec, host_bytes=0, moved_bytes=0)
-        return self.once(("count", changes_of(rules), spec), lambda: self._step.run_with((*rules, _rule(spec)), _moved))
+    @staticmethod
+    def on_host(saved: SavedTensors, which: Sequence[int]) -> OnHost:
+        """Return what some of a step's storages take of the host: the pool gets and gives back as in the step."""
+        numbers, pool, held = {*saved.number[which].tolist()}, HostPool(None), dict[int, Buffer]()
+        left = list[int]()
+        for number, is_taken, in_step in saved.buffers.tolist():
+            if number not in numbers:
+                continue
+            if is_taken:
+                held[number] = pool.take(int(saved.sizes[number]), real=False, pinned=False)
+                left += [int(saved.sizes[number])] * in_step
+            elif number in held:
+                # else it was taken in an earlier run of the step
+                pool.give(held.pop(number))
+        return OnHost(host_bytes=pool.n_bytes, left_bytes=sum(left), n_left=len(left))
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """Return what was made for a key before, or make it."""
@@ -109,17 +103,6 @@ def _rule(spec: Offload) -> Rule:
     return Rule(fqn="", spec=spec, strategy=NAME, why="counted")
 
 
-def _moved(module: LightningModule, batch: Any, **options: Any) -> CountedMoves:
-    profile, moves = profile_module(module, batch, **options), moves_of(module)
-    assert moves is not None, "the rule is installed"
-    return CountedMoves(
-        peak_bytes=profile.larger_peak_bytes,
-        host_bytes=moves.pool.n_bytes,
-        left_bytes=sum(moves.sizes),
-        n_left=len(moves.sizes),
-    )
-
-
 @dataclass(eq=False, slots=True)
 class _Trip:
     """A storage that leaves: its bytes on the device before, the place and moment of its saving, and of its coming."""
@@ -136,6 +119,8 @@ class _Timed(StepRecorder):  # type: ignore[no-untyped-call]
     Attributes:
         seconds: Of each operator, like `work`.
         trips: Storages by their numbers.
+        buffers: When host memory is taken for a storage (1) and given back (0): its number, which, and whether an
+            operator of the recorded step has run.
     """
 
     counts_repeated = False
@@ -143,6 +128,7 @@ class _Timed(StepRecorder):  # type: ignore[no-untyped-call]
     def __init__(self, module: LightningModule, *, rates: OperatorRates) -> None:
         super().__init__(module)
         self.seconds, self.trips = list[float](), dict[int, _Trip]()
+        self.buffers = list[tuple[int, int, bool]]()
         self._rates = rates
 
     def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
@@ -158,6 +144,14 @@ class _Timed(StepRecorder):  # type: ignore[no-untyped-call]
             with unseen() as modes:
                 place = next((mode.at for mode in modes if isinstance(mode, Tape)), 0)
             self.trips[number] = _Trip(life, place, len(self.work) - 1)
+
+    def leaves(self, number: int) -> None:
+        """Note that a storage gets host memory."""
+        self.buffers.append((number, 1, len(self.work) > 1))
+
+    def stays_no_more(self, number: int) -> None:
+        """Note that its host memory is free."""
+        self.buffers.append((number, 0, len(self.work) > 1))
 
     def comes(self, number: int, storage: Any) -> None:
         """Note that a storage has come back."""
@@ -191,6 +185,7 @@ def _saved(module: LightningModule, batch: Any, *, rates: OperatorRates, **optio
     return SavedTensors(
         live=live + bytes_alive(gone, back - 1, n_bytes, n),
         sizes=np.array(moves.candidates),
+        buffers=np.array(found.buffers, int).reshape(-1, 3),
         clock=clock,
         number=number,
         n_bytes=n_bytes.astype(float),

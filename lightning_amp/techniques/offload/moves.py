@@ -177,6 +177,8 @@ class Moves:
         known.left = left = Left(self, self._step, known, x, buffer)
         self._step.append(weakref.ref(left))
         self.sizes.append(left.n_bytes)
+        if self.watcher is not None:
+            self.watcher.leaves(known.number)
         done = self._copies.out(x, buffer) if real else None
         if real and self._compares and x.is_contiguous():
             # not of the whole storage, of which other parts may be written while it is copied
@@ -271,6 +273,8 @@ class Moves:
             if left in self._queue:
                 self._let_go(left)
             self.pool.give(left.buffer)
+            if self.watcher is not None:
+                self.watcher.stays_no_more(left.number)
 
 
 def _bits(x: Tensor) -> Tensor:

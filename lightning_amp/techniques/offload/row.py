@@ -6,7 +6,7 @@ first. Beside `replay`, stretches of the step are kept, run again or leave, whic
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.host_memory.limit import with_requested
 from lightning_amp.techniques.offload.choose_ways import choose_ways
 from lightning_amp.techniques.offload.tiers import ROOMS, SLOWER, Tiers, link_of
-from lightning_amp.techniques.offload.timeline import HOST, SavedTensors
+from lightning_amp.techniques.offload.timeline import HOST, OnHost, SavedTensors
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 NAME = "offload"
@@ -35,8 +35,8 @@ TRIES = 5
 """Most choices that are made to find one that keeps a bound with what is on its way."""
 GROUPS = 32
 """Most groups of storages, saved one after the other, that are chosen from; single ones are left out afterwards."""
-COUNTS = 5
-"""Most steps that are counted to find which tensors leave."""
+ROUNDS = 5
+"""Most choices with what is on its way that are made to find which tensors leave."""
 ON_CPU = "a CPU's memory is the host's, so that nothing would be free; strategies='offload' copies there nevertheless"
 UNPROVED = "its copies have not run on a GPU yet, so that it is used by name only; name it in strategies"
 
@@ -105,7 +105,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     try:
         # what other ranks hold is not in the count; of replays the draft has none
         beyond = seen.peak_bytes(draft.ranks) - seen.peak_bytes(1)
-        bound = inf if budget is None or not replays else budget - beyond
+        bound = budget - beyond if budget is not None and replays else -1
         plain = look.plain_bytes(rules, bound) if rules else seen.peak_bytes(1)
         beyond = beyond if replays else draft.peak_bytes - plain
         within = None if budget is None else budget - beyond
@@ -114,12 +114,12 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         made = None if fits else look.once(key, lambda: _Leaving(look, rules, spec, seen, draft, plain).least(within))
     except AmpError as error:
         return str(error)
-    if made is None or plain <= made.found.peak_bytes:
+    if made is None or plain <= made.peak_bytes:
         if replays:
             # which is the fastest by itself
             return _noted(look, replace(draft, peak_bytes=plain + beyond), budget, alone=True)
         return "the peak is elsewhere" if made else "autograd saves nothing but parameters, the batch and small tensors"
-    found, saved, n = made.found, plain - made.found.peak_bytes, made.found.n_left
+    found, saved, n = made.on_host, plain - made.peak_bytes, made.on_host.n_left
     seconds = max(LEAST_SECONDS, made.seconds)
     spec = replace(made.spec, host_bytes=found.host_bytes, moved_bytes=found.left_bytes)
     why = (
@@ -130,7 +130,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     held = seen.held_bytes if draft.held_bytes is None else draft.held_bytes
     leaving = replace(
         draft,
-        peak_bytes=max(found.peak_bytes + beyond, held),
+        peak_bytes=max(made.peak_bytes + beyond, held),
         seconds=draft.seconds + seconds,
         targets=(*draft.targets, Rule(strategy=NAME, fqn="", spec=spec, why=why, saves_bytes=saved)),
     )
@@ -146,10 +146,11 @@ def _noted(look: Any, draft: Draft, budget: int | None, *, alone: bool) -> Draft
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
-    """Which storages leave, the count of the step, and the seconds that they add to it."""
+    """Which storages leave, the predicted peak, what they take of the host, and the seconds that they add to a step."""
 
     spec: Offload
-    found: Any
+    peak_bytes: int
+    on_host: OnHost
     seconds: float
 
 
@@ -183,24 +184,24 @@ class _Leaving:
         if not len(self._saved.number):
             return None
         if within is None:
-            return self._counted(self._all(), self._aheads[0])
+            return self._predicted(self._all(), self._aheads[0])
         tried, aim = dict[Any, _Made](), within - self._more
-        for _ in range(COUNTS):
+        for _ in range(ROUNDS):
             which, ahead = self._fitting(aim)
             if (tuple(which), ahead) in tried or not which:
                 break
             if self._rules and self._look.is_slow(self._before + self._seconds(which, ahead), alone=False):
                 # it is raised, so that it is not kept for other drafts
                 raise PlanError(SLOWER)
-            made = tried[tuple(which), ahead] = self._counted(which, ahead)
-            if (over := made.found.peak_bytes - within) <= 0:
+            made = tried[tuple(which), ahead] = self._predicted(which, ahead)
+            if (over := made.peak_bytes - within) <= 0:
                 return made
             aim -= over
-        some = [*tried.values(), self._counted(self._all(), AHEADS[-1])]
-        fitting = [one for one in some if one.found.peak_bytes <= within]
+        some = [*tried.values(), self._predicted(self._all(), AHEADS[-1])]
+        fitting = [one for one in some if one.peak_bytes <= within]
         if fitting:
             return min(fitting, key=lambda one: one.seconds)
-        return min(some, key=lambda one: (one.found.peak_bytes, one.found.left_bytes))
+        return min(some, key=lambda one: (one.peak_bytes, one.on_host.left_bytes))
 
     def _fitting(self, bound: float) -> tuple[list[int], int]:
         """Return storages whose leaving is predicted to keep a bound, and how many may be on their way at once."""
@@ -232,25 +233,43 @@ class _Leaving:
         room = inf if self._spec.host_memory is None else self._spec.host_memory
         return np.nonzero(np.cumsum(self._saved.n_bytes) <= room)[0].tolist()
 
+    @cached_property
+    def _leanest(self) -> tuple[float, list[int]]:
+        """The least peak that leaving can reach, and what leaves for it; -inf if the host has no room for all."""
+        which = self._all()
+        if len(which) < len(self._saved.number):
+            return -inf, which
+        return self._saved.peak(which), self._without_needless(which, -inf)
+
+    def _without_needless(self, which: list[int], aim: float) -> list[int]:
+        """Leave out storages, the last first, which come back first, that are not needed for a peak or its least."""
+        most = max(aim, self._saved.peak(which))
+        for i in reversed(which):
+            fewer = [other for other in which if other != i]
+            if self._saved.peak(fewer) <= most:
+                which = fewer
+        return which
+
     def _chosen(self, aim: float, ahead: int) -> list[int]:
         saved, room = self._saved, self._spec.host_memory
+        if aim < self._leanest[0]:
+            return self._leanest[1]
         share = np.cumsum(saved.n_bytes) / saved.n_bytes.sum()
         group = np.minimum((share * GROUPS).astype(int), GROUPS - 1)
         groups = [np.nonzero(group == one)[0].tolist() for one in np.unique(group)]
         link = link_of(self._seen, ahead * saved.n_bytes.max())
         ways = choose_ways(saved.timeline(groups), aim, link, host=inf if room is None else room)
         which = [i for some, way in zip(groups, ways, strict=True) if way == HOST for i in some]
-        # of the last ones, which come back first, no more than needed
-        for i in reversed(which):
-            fewer = [other for other in which if other != i]
-            if saved.peak(fewer) <= max(aim, saved.peak(which)):
-                which = fewer
-        return which
+        return self._without_needless(which, aim)
 
-    def _counted(self, which: list[int], ahead: int) -> _Made:
+    def _predicted(self, which: list[int], ahead: int) -> _Made:
         window = self._window(which, ahead)
-        spec = replace(self._spec, leaves=written(self._saved.number[which].tolist()), window=window)
-        return _Made(spec=spec, found=self._look.count(self._rules, spec), seconds=self._seconds(which, ahead))
+        return _Made(
+            spec=replace(self._spec, leaves=written(self._saved.number[which].tolist()), window=window),
+            peak_bytes=int(self._saved.peak(which, window) + self._more),
+            on_host=self._look.on_host(self._saved, which),
+            seconds=self._seconds(which, ahead),
+        )
 
     def _seconds(self, which: list[int], ahead: int) -> float:
         """Return the seconds that leaving adds to the step."""

@@ -171,6 +171,21 @@ class Timeline:
         return self.seconds + _seconds(moments, self.n_bytes.tolist(), link, self.again.tolist())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnHost:
+    """What a step with storages on the host takes there.
+
+    Attributes:
+        host_bytes: Bytes of the pool.
+        left_bytes: Bytes that leave.
+        n_left: Number of storages that leave.
+    """
+
+    host_bytes: int
+    left_bytes: int
+    n_left: int
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SavedTensors:
     """Storages that a counted step could have on the host, and its bytes while all are on the device.
@@ -179,6 +194,8 @@ class SavedTensors:
         live: [moment] bytes on the device; a moment is one operator.
         clock: [moment + 1] seconds before each moment, and of the step.
         sizes: Bytes of all storages that may leave, by number.
+        buffers: [event] number of a storage whose host memory is taken (1) or given back (0), which, and whether that
+            is in this step, not before.
         number: [storage] of those whose leaving frees something: the number,
         n_bytes: the size,
         place: the place among the operators that a replay counts,
@@ -189,6 +206,7 @@ class SavedTensors:
     live: Array
     clock: Array
     sizes: Array
+    buffers: Array
     number: Array
     n_bytes: Array
     place: Array
@@ -199,10 +217,12 @@ class SavedTensors:
     def at_least(self, n_bytes: int) -> "SavedTensors":
         """Return those of at least so many bytes, numbered without the others."""
         large = self.sizes >= n_bytes
-        some = large[self.number]
+        some, numbers = large[self.number], np.cumsum(large) - 1
         names = ("number", "n_bytes", "place", "saved_at", "gone", "back")
         kept = {name: getattr(self, name)[some] for name in names}
-        kept["number"] = (np.cumsum(large) - 1)[kept["number"]]
+        kept["number"] = numbers[kept["number"]]
+        kept["buffers"] = self.buffers[large[self.buffers[:, 0]]]
+        kept["buffers"][:, 0] = numbers[kept["buffers"][:, 0]]
         return replace(self, sizes=self.sizes[large], **kept)
 
     @cached_property

@@ -332,11 +332,16 @@ class Replays:
                 if fitting := [cuts for cuts in some if cuts and cuts.segments]:
                     return min(fitting, key=lambda cuts: cuts.seconds)
         # kept segments also add to the forward pass, which the bound does not include
-        kinds: tuple[int, ...] = (KEPT, AT_ONCE) if bound is None else (ONE_BY_ONE,)
-        if kinds not in self._least:
-            self._least[kinds] = least(stretches, kinds=kinds)
-        best = self._least[kinds]
-        return best if best.segments else stretches.why_nothing
+        some_kinds: tuple[tuple[int, ...], ...] = ((KEPT, AT_ONCE),)
+        if bound is not None:
+            # the last stretch may have nothing to replay
+            some_kinds = (ONE_BY_ONE,), (KEPT, ONE_BY_ONE)
+        for kinds in some_kinds:
+            if kinds not in self._least:
+                self._least[kinds] = least(stretches, kinds=kinds)
+            if self._least[kinds].segments:
+                return self._least[kinds]
+        return stretches.why_nothing
 
 
 class _Early(Replays):

@@ -142,6 +142,8 @@ def test_a_later_batch_is_trained_within_the_budget(name: str, added_up: int) ->
         found, measured = trained(LENGTHS[name], strategy, accumulate_grad_batches=added_up)
         assert measured <= budget
         assert found["plan"].predicted_peak_bytes <= budget
+        assert strategy.predicted_step is not None
+        assert strategy.predicted_step.larger_peak_bytes == found["plan"].predicted_peak_bytes
         if share < 1:
             assert set(found["plan"].strategies) - {"S1"}
         # chunk alone rounds

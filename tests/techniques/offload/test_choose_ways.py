@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from lightning_amp.techniques.offload.choose_ways import choose_ways
+from lightning_amp.techniques.offload.look import Look
 from lightning_amp.techniques.offload.row import Offload, written
-from lightning_amp.techniques.offload.timeline import AGAIN, HOST, KEEP, Link, SavedTensors, Timeline
+from lightning_amp.techniques.offload.timeline import AGAIN, HOST, KEEP, Link, OnHost, SavedTensors, Timeline
 
 
 def step(n: int, seed: int, *, nested: bool = True) -> Timeline:
@@ -27,6 +28,7 @@ def step(n: int, seed: int, *, nested: bool = True) -> Timeline:
     saved = SavedTensors(
         live=live.astype(float),
         sizes=n_bytes,
+        buffers=np.zeros((0, 3), int),
         number=np.arange(n),
         n_bytes=n_bytes.astype(float),
         place=saved_at,
@@ -116,6 +118,8 @@ def test_small_storages_are_left_out_and_the_others_numbered_again() -> None:
     saved = SavedTensors(
         live=np.array([300.0, 500.0, 400.0]),
         sizes=sizes,
+        # 1 gives its memory back before 4 leaves, 4 leaves in both steps
+        buffers=np.array([[4, 1, 0], [4, 0, 0], [1, 1, 1], [0, 1, 1], [1, 0, 1], [0, 0, 1], [4, 1, 1]]),
         # 3 is never away
         number=np.array([0, 1, 2, 4]),
         n_bytes=sizes[[0, 1, 2, 4]].astype(float),
@@ -127,6 +131,9 @@ def test_small_storages_are_left_out_and_the_others_numbered_again() -> None:
     )
     large = saved.at_least(10)
     assert large.number.tolist() == [0, 2]
+    assert Look.on_host(large, [0, 1]) == OnHost(host_bytes=300, left_bytes=400, n_left=2)
+    assert Look.on_host(large, [0]) == OnHost(host_bytes=100, left_bytes=100, n_left=1)
+    assert Look.on_host(saved, [3]) == OnHost(host_bytes=300, left_bytes=300, n_left=1)
     assert large.peak([]) == 500
     assert large.peak([0]) == 400
     assert large.peak([0, 1]) == 200

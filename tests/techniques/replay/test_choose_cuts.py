@@ -12,7 +12,16 @@ from lightning_amp.costs.profiled_step import Draft
 from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.candidates import draft
-from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, ONE_BY_ONE, Level, Stretches, fastest, least
+from lightning_amp.techniques.replay.choose_cuts import (
+    AT_ONCE,
+    KEPT,
+    ONE_BY_ONE,
+    Level,
+    Replays,
+    Stretches,
+    fastest,
+    least,
+)
 from lightning_amp.techniques.replay.row import add
 from tests.techniques.replay.models import Trained
 
@@ -54,6 +63,17 @@ def chain(n: int) -> Stretches:
             ),
         ),
     )
+
+
+def test_a_stretch_without_operators_that_run_again_is_kept_beside_replays() -> None:
+    whole = chain(20)
+    # none that ends at the end does, as after a backward pass inside the step
+    seconds = np.where(np.arange(21) == 20, 0.0, whole.levels[0].seconds)
+    some = replace(whole, levels=(replace(whole.levels[0], seconds=seconds),))
+    found = Replays(lambda: some).choose(2**50)
+    assert not isinstance(found, str)
+    assert found.segments
+    assert found.n_bytes < some.all_saved
 
 
 def test_every_bound_that_can_be_met_is_met() -> None:
