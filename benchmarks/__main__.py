@@ -19,6 +19,7 @@ from textwrap import fill
 
 QUICK = {
     "any_module.attributes": ["--only", "points"],
+    "any_module.files_entered": [],
     "any_module.streams": ["--only", "samples"],
     "chunks.autochunk": ["--only", "Figure 4, memory of nodes"],
     "domain": ["--ranks", "1", "4"],

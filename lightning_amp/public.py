@@ -96,8 +96,8 @@ def profile(
         own_checkpoints=step.own_checkpoints,
         rates=CPU_CORE,
         gradient_sizes=gradient_sizes(what.parameters()),
-        facts=facts_of_step(what, step),
-        refused=refused_techniques(what, step, values=False),
+        facts=dict(facts_of_step(what, step)),
+        refused=dict(refused_techniques(what, step, values=False)),
         statistics_bytes=statistics_bytes(what),
     )
     shape = replace(describe(what, batch_size=step.profile.batch_size or 1), profiled=True)

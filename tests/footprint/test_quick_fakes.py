@@ -145,3 +145,22 @@ def test_the_driver_is_asked_once_for_all_operators_of_a_step(monkeypatch: pytes
         for n in range(3, 6):
             torch.sort(torch.empty(n))
     assert asked == [True]
+
+
+def test_results_in_given_memory_are_made_once_unless_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_fakes._known.clear()
+    made, compute = list[Any](), quick_fakes.QuickFakes._computed
+    monkeypatch.setattr(
+        quick_fakes.QuickFakes, "_computed", lambda self, func, *args: made.append(func) or compute(self, func, *args)
+    )
+    with quick_fakes.QuickFakes(valid=True) as fake:
+        x = fake.from_tensor(torch.randn(4, 6))
+        for length, times in ((4, 1), (0, 3)):
+            counts = []
+            for _ in range(times + 1):
+                out = torch.empty(length, 6)
+                assert torch.softmax(x, 1, out=out) is out
+                assert out.shape == (4, 6)
+                counts.append(sum("softmax" in str(func) for func in made))
+                made.clear()
+            assert counts == ([1, 0] if length else [1] * 4)

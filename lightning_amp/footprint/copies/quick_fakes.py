@@ -241,10 +241,12 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
             # an argument is not hashable
             known = None
         if known is key:
+            # before a rule, which may resize them
+            shapes = {name: value.shape for name, value in kwargs.items() if isinstance(value, Tensor)}
             known = self._by_own_rule(func, args, kwargs)
             if known is None:
                 result = self._computed(func, types, args, kwargs)
-                _known[tuple(key)] = self._found(result, args, kwargs)
+                _known[tuple(key)] = self._found(result, args, kwargs, shapes)
                 return result
             _known[tuple(key)] = known
         if isinstance(known, _Made):
@@ -340,11 +342,15 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
             return made[0]._replace(view_of=0, n_bytes=offset)
         return made if isinstance(result, tuple) else made[0]
 
-    def _found(self, result: Any, args: Any, kwargs: Any) -> _Found:
-        """Return how to make the result of an operator again."""
+    def _found(self, result: Any, args: Any, kwargs: Any, shapes: dict[str, torch.Size]) -> _Found:
+        """Return how to make the result of an operator again; `shapes` are those of its named tensors before."""
         if result is None:
             # as for fused and foreach operators of optimizers, which write to their arguments
             return NOTHING
+        for name, shape in shapes.items():
+            if kwargs[name] is result:
+                # an argument that was resized is not cached
+                return name if result.shape == shape else None
         place = next((i for i, value in enumerate(args) if value is result), None)
         if place is not None:
             return place

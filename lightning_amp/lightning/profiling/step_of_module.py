@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
+from lightning_amp.costs.on_demand import first_of
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule, Spec, changes_of
 from lightning_amp.data.batch import datamodule_of
@@ -32,7 +33,7 @@ from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.installing.install import install_rules, overlap
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
-from lightning_amp.lightning.profiling.facts_of_step import facts_of_step, refused_techniques
+from lightning_amp.lightning.profiling.facts_of_step import facts_of_step, looked_at, refused_techniques
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of, own_rows, read_streams_ahead
 from lightning_amp.planning.modules.on_device import CLOSED_FORMS, OF_DECODER
 from lightning_amp.planning.modules.plan_module import counted_rules
@@ -54,7 +55,7 @@ from lightning_amp.techniques.table import (
     why_not_with,
     works_with,
 )
-from lightning_amp.techniques.technique import function_at, result_or_reason
+from lightning_amp.techniques.technique import function_at
 
 T = TypeVar("T")
 NOTHING: Mapping[str, Spec] = MappingProxyType({})
@@ -156,11 +157,9 @@ class StepOfModule:
         row = None if steps is None else STRATEGIES[steps.name]
         # a technique that shards parameters does not average full gradients
         averages = row is None or not row.data_axis
-        looks = {name: STRATEGIES[name].look for name in (STRATEGIES if steps is None else works_with(steps.name))}
-        if self.decoders:
-            looks = {name: look for name, look in looks.items() if name not in BESIDE_NO_DECODER}
-        looked = {name: result_or_reason(function_at(look), self) for name, look in looks.items() if look}
-        failed = {name: why for name, why in looked.items() if isinstance(why, str)}
+        names = STRATEGIES if steps is None else works_with(steps.name)
+        looked, failed = looked_at(self, [one for one in names if not (self.decoders and one in BESIDE_NO_DECODER)])
+        refused = refused_techniques(self.module, step, values=self._trains)
         found = ProfiledStep(
             profile=step.profile,
             chain=step.chain,
@@ -170,19 +169,19 @@ class StepOfModule:
             partial_sizes=() if self.axis is None else self._partial_sizes(),
             requested=requested,
             host_memory=host_memory,
-            facts=facts_of_step(self.module, step) | {name: one for name, one in looked.items() if name not in failed},
-            refused=failed | refused_techniques(self.module, step, values=self._trains) | self._conflicting(),
+            facts=first_of(looked, facts_of_step(self.module, step)),
+            refused=first_of(self._conflicting(), refused, failed),
             notes=tuple(self._notes(step)),
         )
-        if STAGED in failed or self.decoders:
-            found = stage_search().without(found, failed.get(STAGED, "strata of a decoder are split by 'strata'"))
+        if self.decoders:
+            found = stage_search().without(found, "strata of a decoder are split by 'strata'")
         if steps is None or row is None:
             shared = statistics_bytes(self.module)
             return replace(found, statistics_bytes=shared, counted=self._counted_with)
         others = {name: why_not_with(steps.name, name) for name in PREDICTIONS if name not in works_with(steps.name)}
         found = replace(
             found,
-            refused={**found.refused, **others},
+            refused=first_of(others, found.refused),
             sent_seconds=steps.sent_seconds(rates.links),
             averages=averages,
             notes=(*found.notes, *steps.notes, *steps.sent_notes()),

@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lightning_amp.costs.on_demand import first_of
 from lightning_amp.errors import AmpError, DoesNotFitError, PlanError
 from lightning_amp.footprint.confirm_count import Shape, shapes_of
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
@@ -233,7 +234,7 @@ def _between_batches(counting: PlanningContext, before: Plan) -> Plan:
     if seen is None:
         raise PlanError(why)
     late = dict.fromkeys((name for name in PREDICTIONS if name not in BETWEEN_BATCHES), BEGUN)
-    allowed = stage_search().without(replace(seen, refused={**late, **seen.refused}), BEGUN)
+    allowed = stage_search().without(replace(seen, refused=first_of(seen.refused, late)), BEGUN)
 
     def made(less: int) -> Plan:
         fewer = anew.less(less)

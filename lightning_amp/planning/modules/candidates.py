@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_amp.costs.device_rates import collective_seconds
+from lightning_amp.costs.on_demand import computed_in
 from lightning_amp.costs.profiled_step import TIE, Draft, ProfiledStep
 from lightning_amp.footprint.module_profile import KINDS
 from lightning_amp.planning.plan.plan import NEEDLESS, Candidate
@@ -87,8 +88,9 @@ def compare(
     def fits() -> bool:
         return any(budget is None or one.peak_bytes <= budget for one in found)
 
-    for names in sorted(sets_of_techniques(), key=_is_last_resort):
-        if any(set(names) >= set(one) for one in refused) or _is_needless(seen, names, ranks=ranks, budget=budget):
+    needless = _needless(seen, ranks=ranks, budget=budget)
+    for names in sorted(sets_of_techniques(without=needless), key=_is_last_resort):
+        if any(set(names) >= set(one) for one in refused):
             continue
         if _is_last_resort(names) and fits():
             continue
@@ -97,7 +99,8 @@ def compare(
             dropped[names] = made
         else:
             found.append(made)
-    if (STAGED,) not in refused and not _stages_are_needless(seen, ranks=ranks, budget=budget):
+    staged = ranks > 1 and (STAGED,) not in refused
+    if staged and not _stages_are_needless(seen, ranks=ranks, budget=budget):
         made = result_or_reason(stage_search().best, seen, ranks=ranks, budget=budget, options=options)
         if isinstance(made, str):
             dropped[STAGED,] = f"{STAGED} is not possible: {made}"
@@ -226,10 +229,11 @@ def advice(
         else:
             does_not[name] = f"{name} would not: {why_not(made)}"
 
+    needless = _needless(seen, ranks=ranks, budget=budget)
     for name, technique in PREDICTIONS.items():
         if technique.quiet and name in seen.refused:
             continue
-        if _is_needless(seen, (name,), ranks=ranks, budget=budget):
+        if name in needless:
             does_not[name] = NEEDLESS.format(name)
             continue
         n, made = ranks, draft(seen, (name,), ranks=ranks, budget=None)
@@ -258,10 +262,12 @@ def _is_last_resort(names: Collection[str]) -> bool:
     return len(names) > 1 and any(PREDICTIONS[name].last_resort for name in names)
 
 
-def _is_needless(seen: ProfiledStep, names: Collection[str], *, ranks: int, budget: int | None) -> bool:
-    """Whether a set has a technique whose search takes seconds, although the step fits without it, which is faster."""
-    known = any(getattr(fact, "known", False) for fact in seen.facts.values())
-    return not known and any(PREDICTIONS[name].slow for name in names) and _fits(seen, ranks=ranks, budget=budget)
+def _needless(seen: ProfiledStep, *, ranks: int, budget: int | None) -> frozenset[str]:
+    """Return the techniques whose search takes seconds, if the step fits without them, which is faster."""
+    known = any(getattr(fact, "known", False) for fact in computed_in(seen.facts))
+    if known or not _fits(seen, ranks=ranks, budget=budget):
+        return frozenset()
+    return frozenset(name for name, technique in PREDICTIONS.items() if technique.slow)
 
 
 def _stages_are_needless(seen: ProfiledStep, *, ranks: int, budget: int | None, faster: bool = True) -> bool:
@@ -295,9 +301,10 @@ def _why_not(seen: ProfiledStep, technique: Prediction, whole: Draft, made: Draf
     return f"{_instead(whole, made)}, for {technique.limit}"
 
 
-def sets_of_techniques() -> Iterator[tuple[str, ...]]:
+def sets_of_techniques(without: Collection[str] = ()) -> Iterator[tuple[str, ...]]:
     """Yield every set of techniques, the empty one first."""
-    return chain.from_iterable(combinations(PREDICTIONS, n) for n in range(len(PREDICTIONS) + 1))
+    names = [name for name in PREDICTIONS if name not in without]
+    return chain.from_iterable(combinations(names, n) for n in range(len(names) + 1))
 
 
 def _chosen(found: list[Draft], limit: int | None) -> Draft:

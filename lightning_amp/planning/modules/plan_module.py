@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_amp.costs.model_shape import ModelShape
+from lightning_amp.costs.on_demand import first_of
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, NoRoomToCountError, PlanError
@@ -225,7 +226,7 @@ def _without_refused(
             counted_draft(seen, rules_of(alone, named=False), ranks=ranks, count=count)
         except AmpError as error:
             found[name] = _why(error)
-    return replace(seen, refused={**seen.refused, **found})
+    return replace(seen, refused=first_of(found, seen.refused))
 
 
 def _why(error: AmpError) -> str:

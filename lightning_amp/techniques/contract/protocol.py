@@ -232,14 +232,16 @@ class StepToPlan(Protocol):
         shared_statistics: Whether ranks exchange batch statistics.
         no_stages: Why the blocks of the module cannot be pipeline stages; "" if they can.
         requested: Specs that the user has requested, by technique.
-        launches: Whether the device is a GPU, with memory of its own.
     """
 
     module: LightningModule
     requested: Mapping[str, Spec]
     shared_statistics: bool
     no_stages: str
-    launches: bool
+
+    @property
+    def launches(self) -> bool:
+        """Whether the device is a GPU, with memory of its own."""
 
     def step(self, rows: int | None = None) -> CountedStep:
         """Count the unchanged step for a batch of so many rows (None: the run's batch); cached for each number."""

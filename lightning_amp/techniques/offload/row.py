@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_amp.costs.on_demand import first_of
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule, changes_of, runs_again, splits_parameters
 from lightning_amp.errors import AmpError, PlanError
@@ -285,10 +286,11 @@ def variants(seen: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
     # a copy for the drafts that are compared with each other, of one budget
     look = look.for_drafts()
     if replay is None:
-        yield replace(seen, facts={**seen.facts, NAME: look})
+        yield replace(seen, facts=first_of({NAME: look}, seen.facts))
         return
     for rank in range(len(ROOMS) + 1):
-        yield replace(seen, facts={**seen.facts, NAME: look, "replay": partial(Tiers, replay, look, seen, rank)})
+        both = {NAME: look, "replay": partial(Tiers, replay, look, seen, rank)}
+        yield replace(seen, facts=first_of(both, seen.facts))
 
 
 ROW = Technique(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from lightning_amp.costs.on_demand import first_of
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.footprint.chain.passes import Passes
 
@@ -33,7 +34,7 @@ NOTHING_KNOWN = StageFacts()
 
 def without_stages(step: ProfiledStep, reason: str) -> ProfiledStep:
     """Return the step with a reason why it cannot be a pipeline."""
-    return replace(step, facts={**step.facts, NAME: StageFacts(reason=reason)})
+    return replace(step, facts=first_of({NAME: StageFacts(reason=reason)}, step.facts))
 
 
 def stages_of(step: ProfiledStep) -> StageFacts:
