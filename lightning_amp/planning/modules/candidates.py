@@ -160,7 +160,7 @@ def draft(
     # each variant is drafted with all techniques: the cheapest variant alone may leave too little room for the others
     known = Known() if known is None else known
     made = [
-        _draft(way, (last, k), _facts_of(way, seen), tuple(names), ranks=ranks, budget=budget, known=known)
+        _draft(way, (last, k), _treated(way, seen, names), tuple(names), ranks=ranks, budget=budget, known=known)
         for k, way in enumerate(ways)
     ]
     drafts = [one for one in made if isinstance(one, Draft)]
@@ -171,18 +171,16 @@ def draft(
     return replace(best, peak_bytes=best.peak_bytes + sum(found))
 
 
-def _facts_of(way: ProfiledStep, seen: ProfiledStep) -> Set[str]:
-    """Return the techniques that a variant of a step treats otherwise; all if it changes more than their facts."""
+def _treated(way: ProfiledStep, seen: ProfiledStep, names: Sequence[str]) -> Set[str]:
+    """Return which of these techniques a variant of a step treats otherwise; all if it changes more than facts."""
     same = all(getattr(way, one.name) is getattr(seen, one.name) for one in fields(way) if one.name != "facts")
-    if not same:
-        return PREDICTIONS.keys()
-    return {name for name in {*way.facts, *seen.facts} if way.facts.get(name) is not seen.facts.get(name)}
+    return {name for name in names if not same or way.facts.get(name) is not seen.facts.get(name)}
 
 
 def _draft(
     seen: ProfiledStep,
     variant: tuple[bool, int],
-    of_facts: Set[str],
+    treated: Set[str],
     names: tuple[str, ...],
     *,
     ranks: int,
@@ -201,7 +199,7 @@ def _draft(
     of_variant = variant, tuple(name for name in names if PREDICTIONS[name].variants)
     for n, name in enumerate(names, 1):
         assert isinstance(made, Draft), "the loop ends where it is none"
-        key = (of_variant if of_facts & {*names[:n]} else None, names[:n], budget)
+        key = (of_variant if treated & {*names[:n]} else None, names[:n], budget)
         if key not in known:
             known[key] = result_or_reason(PREDICTIONS[name].add, seen, made, budget)
         made = known[key]
