@@ -13,6 +13,9 @@ class OnDemand(Mapping[str, V]):
     Args:
         names: Names that may have a value.
         compute: Name -> its value; None if it has none.
+
+    Raises:
+        RuntimeError: `compute` has raised a KeyError, which would be read as a name without a value.
     """
 
     def __init__(self, names: Collection[str], compute: Callable[[str], V | None]) -> None:
@@ -22,7 +25,10 @@ class OnDemand(Mapping[str, V]):
         if name not in self._names:
             raise KeyError(name)
         if name not in self._computed:
-            self._computed[name] = self._compute(name)
+            try:
+                self._computed[name] = self._compute(name)
+            except KeyError as error:
+                raise RuntimeError(f"KeyError: {error} while {name!r} was computed") from error
         found = self._computed[name]
         if found is None:
             raise KeyError(name)

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_amp._torch import has_no_values
 from lightning_amp.data.sparse_counts import SparseCounts
 from lightning_amp.errors import DataError
 
@@ -74,10 +75,16 @@ def tensors_in(batch: object) -> Iterator[Tensor]:
 
 def integers_in(batch: object) -> list[Tensor]:
     """Return the dense tensors of integers among the leaves that share memory with no other tensor of the batch."""
-    memory = Counter(id(x.untyped_storage()) for x in tensors_in(batch) if x.layout is torch.strided)
+    memory = Counter(_memory_of(x) for x in tensors_in(batch) if x.layout is torch.strided)
     leaves = (part for part in parts_in(batch) if isinstance(part, Tensor) and part.layout is torch.strided)
     of_integers = (x for x in leaves if not x.is_floating_point() and not x.is_complex())
-    return [x for x in of_integers if memory[id(x.untyped_storage())] == 1]
+    return [x for x in of_integers if memory[_memory_of(x)] == 1]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    # two storages may have one memory, as of tensors that `torch.from_numpy` makes of one array
+    return id(storage) if has_no_values(tensor) else storage.data_ptr() or id(storage)
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -63,6 +63,23 @@ def test_norms_of_bfloat16_with_weights_of_float32_have_the_dtypes_of_the_kernel
     assert made(QuickFakes(valid=True)) == made(None)
 
 
+def test_norms_of_bfloat16_with_statistics_or_a_bias_alone_have_the_dtypes_of_the_kernels() -> None:
+    real = torch.ones(4, 6, 8, dtype=torch.bfloat16), torch.ones(6), torch.ones(8)
+
+    def made(fake: QuickFakes | None) -> list[torch.dtype]:
+        x, of_channels, of_rows = real if fake is None else map(fake.from_tensor, real)
+        with fake or nullcontext():
+            norms = [
+                ATEN.native_layer_norm.default(x, [8], None, of_rows, 1e-5),
+                ATEN.native_group_norm.default(x, None, of_channels, 4, 6, 8, 2, 1e-5),
+                ATEN.native_batch_norm.default(x, None, None, of_channels, of_channels.clone(), True, 0.1, 1e-5),
+                ATEN.native_batch_norm.default(x, None, of_channels, None, None, True, 0.1, 1e-5),
+            ]
+            return [t.dtype for t in sum(norms, ())]
+
+    assert made(QuickFakes(valid=True)) == made(None)
+
+
 class Series(Optimised, by=torch.optim.Adam):
     """Blocks that norm over transposed features, as PatchTST does, and then read them contiguous."""
 

@@ -17,11 +17,15 @@ IN_MEMORY_FORMAT = {
 }
 """Operators whose CPU kernels write their first result contiguously or channels last, with the index of the argument
 that decides; torch's rules for fake tensors keep other strides, such as those of a transposed argument."""
-WEIGHT_OF = {_aten.native_layer_norm.default: 2, _aten.native_group_norm.default: 1, _aten.native_batch_norm.default: 1}
-"""Norms, with the index of their weight. Under autocast its dtype differs from the input's; CPU kernels then return
-means and deviations in the weight's, but torch's rules for fake tensors in the input's."""
+PARAMETERS_OF = {
+    _aten.native_layer_norm.default: slice(2, 4),
+    _aten.native_group_norm.default: slice(1, 3),
+    _aten.native_batch_norm.default: slice(1, 5),
+}
+"""Norms, with the places of weight, bias and running statistics, any of which may be None. Under autocast their dtype
+differs from the input's; CPU kernels then return means and deviations in theirs, torch's rules in the input's."""
 GROUP_NORM_BACK = _aten.native_group_norm_backward.default
-CORRECTED = {*IN_MEMORY_FORMAT, *WEIGHT_OF, GROUP_NORM_BACK}
+CORRECTED = {*IN_MEMORY_FORMAT, *PARAMETERS_OF, GROUP_NORM_BACK}
 """Operators for which `corrections` may yield something."""
 
 MOST_LEFT = 2**26
@@ -36,9 +40,10 @@ def corrections(func: Any, args: Any, results: Sequence[Any]) -> Iterator[tuple[
         yield 0, {"dtype": args[1].dtype}
     if launches_operators(args[0]):
         return
-    weight = args[WEIGHT_OF[func]] if func in WEIGHT_OF else None
-    if weight is not None and weight.dtype != args[0].dtype:
-        yield from ((place, {"dtype": weight.dtype}) for place in (1, 2))
+    given = args[PARAMETERS_OF[func]] if func in PARAMETERS_OF else ()
+    dtype = next((one.dtype for one in given if one is not None), args[0].dtype)
+    if dtype != args[0].dtype:
+        yield from ((place, {"dtype": dtype}) for place in (1, 2))
     if func in IN_MEMORY_FORMAT:
         layout = suggest_memory_format(args[IN_MEMORY_FORMAT[func]])
         if results[0] is not None and not results[0].is_contiguous(memory_format=layout):

@@ -119,6 +119,7 @@ class _Timed(StepRecorder):  # type: ignore[no-untyped-call]
     Attributes:
         seconds: Of each operator, like `work`.
         trips: Storages by their numbers.
+        sizes: Bytes of the storages that may leave, by number.
         buffers: When host memory is taken for a storage (1) and given back (0): its number, which, and whether an
             operator of the recorded step has run.
     """
@@ -128,7 +129,7 @@ class _Timed(StepRecorder):  # type: ignore[no-untyped-call]
     def __init__(self, module: LightningModule, *, rates: OperatorRates) -> None:
         super().__init__(module)
         self.seconds, self.trips = list[float](), dict[int, _Trip]()
-        self.buffers = list[tuple[int, int, bool]]()
+        self.sizes, self.buffers = list[int](), list[tuple[int, int, bool]]()
         self._rates = rates
 
     def ends(self, func: Any, args: Any, kwargs: Any, read: Read, result: Any) -> None:
@@ -139,6 +140,9 @@ class _Timed(StepRecorder):  # type: ignore[no-untyped-call]
 
     def saves(self, number: int, storage: Any) -> None:
         """Note that autograd saves a storage for the first time."""
+        # of the last step alone: each has numbers from 0 on
+        del self.sizes[number:]
+        self.sizes.append(storage.nbytes())
         life = self._of_key.get(id(storage))
         if life is not None:
             with unseen() as modes:
@@ -182,10 +186,12 @@ def _saved(module: LightningModule, batch: Any, *, rates: OperatorRates, **optio
         if one.back is not None and one.life.death is not None and one.life.death + 1 < one.back
     ]
     number, n_bytes, place, saved_at, gone, back = np.array(rows, int).reshape(-1, 6).T
+    # the step before may have saved more
+    buffers = [one for one in found.buffers if one[0] < len(found.sizes)]
     return SavedTensors(
         live=live + bytes_alive(gone, back - 1, n_bytes, n),
-        sizes=np.array(moves.candidates),
-        buffers=np.array(found.buffers, int).reshape(-1, 3),
+        sizes=np.array(found.sizes),
+        buffers=np.array(buffers, int).reshape(-1, 3),
         clock=clock,
         number=number,
         n_bytes=n_bytes.astype(float),

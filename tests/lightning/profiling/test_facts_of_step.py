@@ -38,6 +38,12 @@ def test_a_value_is_computed_once_and_the_first_mapping_is_asked_first() -> None
     assert len(found) == 2
 
 
+def test_an_error_is_no_missing_value() -> None:
+    found = OnDemand[str](("a",), lambda name: {"b": name}[name])
+    with pytest.raises(RuntimeError, match="KeyError: 'a' while 'a' was computed"):
+        found.get("a")
+
+
 def test_a_step_that_fits_asks_no_technique_whose_search_takes_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {table.STRATEGIES[name].look or table.STRATEGIES[name].read_step: name for name in SEARCHED}
     asked, import_function = set[str](), technique.function_at

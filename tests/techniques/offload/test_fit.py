@@ -229,3 +229,24 @@ def test_no_more_waits_on_the_host_than_it_may_hold() -> None:
     spec = spec_of(plan)
     assert 9 * 2**20 < spec.host_bytes <= spec.host_memory == 10 * 2**20
     assert metered.live.peak == plan.predicted_peak_bytes
+
+
+class Fewer(Trained):
+    """Its first step saves more than later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))
+        self.steps = 0
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.steps += 1
+        for layer in [*self.layers][: None if self.steps == 1 else 3]:
+            batch = layer(batch)
+        return batch.square().mean()
+
+
+def test_a_step_that_saves_less_than_the_first_is_planned() -> None:
+    made = lightning_amp.plan(Fewer(), torch.randn(256, 64), strategies="offload", device_memory="1KiB").plan
+    spec = spec_of(made)
+    assert 0 < spec.moved_bytes <= spec.host_bytes
