@@ -75,10 +75,15 @@ def tensors_in(batch: object) -> Iterator[Tensor]:
 
 def integers_in(batch: object) -> list[Tensor]:
     """Return the dense tensors of integers among the leaves that share memory with no other tensor of the batch."""
-    memory = Counter(_memory_of(x) for x in tensors_in(batch) if x.layout is torch.strided)
-    leaves = (part for part in parts_in(batch) if isinstance(part, Tensor) and part.layout is torch.strided)
+    memory = Counter(_memory_of(x) for x in tensors_in(batch) if _has_memory(x))
+    leaves = (part for part in parts_in(batch) if isinstance(part, Tensor) and _has_memory(part))
     of_integers = (x for x in leaves if not x.is_floating_point() and not x.is_complex())
     return [x for x in of_integers if memory[_memory_of(x)] == 1]
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    # a wrapper subclass, such as a sharded tensor, has only that of the tensors inside
+    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -184,11 +184,7 @@ def fewest_ranks(seen: ProfiledStep, budget: int, *, above: int = 0) -> Draft | 
     found = _fewest_over_data(seen, budget, above)
     # pipelines of up to `above` ranks did not fit, and one with as many ranks as the data axis is no gain
     most = _blocks(seen) if found is None else min(_blocks(seen), found.ranks - 1)
-    lengths = range(max(2, above + 1), most + 1)
-    # each further stage reduces the memory of the others, if only a little
-    if any(made.peak_bytes > budget for stages in lengths[-1:] for made in _staged(seen, stages, data=1)):
-        return found
-    for stages in lengths:
+    for stages in range(max(2, above + 1), most + 1):
         for made in _staged(seen, stages, data=1):
             if made.peak_bytes <= budget:
                 return made
