@@ -102,7 +102,8 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     assert isinstance(spec, Offload), "the step is counted with it by name only"
     replays = any(rule.strategy == "replay" for rule in rules)
     if budget is not None and draft.peak_bytes <= budget and not replays:
-        budget = None
+        # a budget that others keep already: by name as few leave as help
+        budget = draft.peak_bytes - 1
     try:
         # what other ranks hold is not in the count; of replays the draft has none
         beyond = seen.peak_bytes(draft.ranks) - seen.peak_bytes(1)

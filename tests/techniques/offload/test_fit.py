@@ -107,6 +107,16 @@ def test_a_plan_is_kept_as_json_and_says_what_waits_on_the_host(tmp_path: Path) 
     assert "predicted: 35 tensors wait on the host, which takes 30.6 MiB there and keeps" in said
 
 
+def test_where_a_budget_is_kept_already_as_few_leave_as_help() -> None:
+    peaks, moved = [], []
+    for request in ({}, {"strategies": "offload"}, {"strategies": "offload", "device_memory": "1GiB"}):
+        plan = lightning_amp.plan(odd(), odd_data(64)[0], **request).plan
+        peaks.append(plan.predicted_peak_bytes)
+        moved += [spec_of(plan).moved_bytes] if request else []
+    assert peaks[0] > peaks[2] > peaks[1]
+    assert 0 < moved[1] < moved[0] / 4
+
+
 def test_batches_of_other_lengths_train_as_without() -> None:
     data = odd_data(128, 256, 100, 300)
     right, _, _ = run(odd(), data, "auto")

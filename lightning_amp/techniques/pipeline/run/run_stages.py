@@ -134,7 +134,10 @@ class Stages:
                 seed_draws(seed)
             return joined(results, placeholders)
 
-        return self.walk.run(self._after_all, step, receive=receive, device=self.device)[1]
+        returned = self.walk.run(self._after_all, step, receive=receive, device=self.device)[1]
+        # else the joined results would stay until the next step
+        self.walk.versions_after = []
+        return returned
 
     def placeholders(self, step: Callable[[], Any]) -> Any:
         """Return placeholders of the last block's result; the random state does not change."""
