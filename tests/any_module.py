@@ -21,31 +21,40 @@ QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", 
 class Meter(pl.Callback):
     """Most bytes alive in the second step of this rank, as `live.peak`; other ranks hold what is on "meta".
 
+    On several ranks, of the step that takes least from the second on: a busy machine may let gloo's threads keep what
+    they have summed until after the next operators, in some steps but not in all.
+
     Args:
         added_up: Batches of a step; the last one is measured.
     """
 
     def __init__(self, added_up: int = 1) -> None:
-        self.live, self.at, self.counts = LiveBytes(), 2 * added_up - 1, False
+        self.live, self.added_up, self.at = LiveBytes(), added_up, 2 * added_up - 1
+        self.counting: LiveBytes | None = None
+        self.peaks = list[int]()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.at:
+        later = batch_idx - self.at
+        if later == 0 or (later > 0 and later % self.added_up == 0 and trainer.world_size > 1):
             here = [p for p in module.parameters() if not p.is_meta]
             held = [here, list(map(GRADIENT.__get__, here)), list(module.buffers()), batch]
             for optimizer in on_device(trainer.optimizers):
                 held += [value for state in optimizer.state.values() for value in state.values()]
-            self.live.watch(held)
-            self.live.__enter__()
-            self.counts = True
+            self.counting = LiveBytes()
+            self.counting.watch(held)
+            self.counting.__enter__()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.at:
-            self.live.__exit__(None, None, None)
-            self.counts = False
+        if self.counting is not None:
+            self.counting.__exit__(None, None, None)
+            self.peaks.append(self.counting.peak)
+            if self.counting.peak == min(self.peaks):
+                self.live = self.counting
+            self.counting = None
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        if self.counts:
-            self.live.__exit__(None, None, None)
+        if self.counting is not None:
+            self.counting.__exit__(None, None, None)
 
 
 def load(name: str) -> Any:

@@ -12,7 +12,7 @@ from lightning_amp.lightning.profiling import step_of_ranks
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.sharding.splits import DryAxis
-from tests.lightning.profiling.test_within_budget import Least
+from tests.lightning.profiling.test_within_budget import Decoding
 from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.ranks import run_ranks
 from tests.techniques.recompute.test_beside_decoder import Run
@@ -28,11 +28,11 @@ def by_name(rank: int, ranks: int, case: Case, names: tuple[str, ...]) -> list[t
     """The plans of runs by names of strategies, and the bytes of this rank."""
     found = []
     for asked in names:
-        strategy, meter = AMPStrategy(strategies=asked, model_parallel_size=ranks), Least()
+        strategy, meter = AMPStrategy(strategies=asked, model_parallel_size=ranks), Decoding()
         trainer = trainer_of(strategy, rank=rank, ranks=ranks, max_steps=STEPS, callbacks=[meter])
         trainer.fit(Run(case), DataLoader([inputs(case)[2]] * STEPS, batch_size=None))  # type: ignore[arg-type]
         assert strategy.plan is not None
-        found.append((strategy.plan, min(meter.peaks)))
+        found.append((strategy.plan, meter.live.peak))
     return found
 
 

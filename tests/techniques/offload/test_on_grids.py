@@ -86,9 +86,9 @@ def trained(
 def data(kind: type[Trained], z: int = 1, part: int = 0) -> list[Tensor]:
     draw = torch.Generator().manual_seed(1)
     if kind is GPT:
-        every = [torch.randint(0, 11, (8, 7), generator=draw) for _ in range(3)]
+        every = [torch.randint(0, 11, (8, 7), generator=draw) for _ in range(6)]
     else:
-        every = [torch.randn(ROWS, WIDTH, generator=draw, dtype=torch.float64) for _ in range(3)]
+        every = [torch.randn(ROWS, WIDTH, generator=draw, dtype=torch.float64) for _ in range(6)]
     return [batch.chunk(z)[part] for batch in every]
 
 
@@ -115,8 +115,8 @@ def test_what_a_rank_of_a_grid_keeps_may_leave(tmp_path: Path) -> None:
                 torch.testing.assert_close(found[key], without[key], rtol=0, atol=0)
             (peak, *host), (predicted, *on_host) = found["measured"], found["predicted"]
             assert host == on_host, case
-            # as ranks compare what they do next, and gloo's threads hold what was sent for a moment
-            assert peak == pytest.approx(predicted, abs=1024), case
+            # as ranks compare what they do next
+            assert peak == pytest.approx(predicted, abs=128), case
             assert peak < without["peak"]
     # gathered parameters stay: as much leaves as from the whole module with a rank's rows
     assert ranks[0][1][1]["measured"][2] == trained(Wide, data(Wide, 2), "offload", devices=1)["measured"][2]
