@@ -28,19 +28,24 @@ class Meter(pl.Callback):
         added_up: Batches of a step; the last one is measured.
     """
 
+    kind: type[LiveBytes] = LiveBytes
+
     def __init__(self, added_up: int = 1) -> None:
         self.live, self.added_up, self.at = LiveBytes(), added_up, 2 * added_up - 1
         self.counting: LiveBytes | None = None
         self.peaks = list[int]()
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def measures(self, trainer: Any, batch_idx: int) -> bool:
         later = batch_idx - self.at
-        if later == 0 or (later > 0 and later % self.added_up == 0 and trainer.world_size > 1):
+        return later == 0 or (later > 0 and later % self.added_up == 0 and trainer.world_size > 1)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if self.measures(trainer, batch_idx):
             here = [p for p in module.parameters() if not p.is_meta]
             held = [here, list(map(GRADIENT.__get__, here)), list(module.buffers()), batch]
             for optimizer in on_device(trainer.optimizers):
                 held += [value for state in optimizer.state.values() for value in state.values()]
-            self.counting = LiveBytes()
+            self.counting = self.kind()
             self.counting.watch(held)
             self.counting.__enter__()
 
@@ -55,6 +60,17 @@ class Meter(pl.Callback):
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         if self.counting is not None:
             self.counting.__exit__(None, None, None)
+
+
+class MeterOfAll(Meter):
+    """Most bytes of any batch, as `peak`."""
+
+    def measures(self, trainer: Any, batch_idx: int) -> bool:
+        return True
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks)
 
 
 def load(name: str) -> Any:

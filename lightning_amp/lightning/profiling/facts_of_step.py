@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_amp.costs.on_demand import OnDemand
 from lightning_amp.footprint.chain.chain_of import CountedStep
+from lightning_amp.on_demand import OnDemand
 from lightning_amp.techniques.contract.protocol import StepToPlan
 from lightning_amp.techniques.table import STRATEGIES
 from lightning_amp.techniques.technique import function_at, result_or_reason

@@ -17,7 +17,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_amp.costs.device_rates import CPU_CORE, Rates
-from lightning_amp.costs.on_demand import first_of
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule, Spec, changes_of
 from lightning_amp.data.batch import datamodule_of
@@ -35,6 +34,7 @@ from lightning_amp.installing.install import install_rules, overlap
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.facts_of_step import facts_of_step, looked_at, refused_techniques
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of, own_rows, read_streams_ahead
+from lightning_amp.on_demand import first_of
 from lightning_amp.planning.modules.on_device import CLOSED_FORMS, OF_DECODER
 from lightning_amp.planning.modules.plan_module import counted_rules
 from lightning_amp.planning.plan.plan import Explanation, Plan

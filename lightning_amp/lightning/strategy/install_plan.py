@@ -263,11 +263,11 @@ class InstalledPlan:
                 return None
         return found
 
-    def _change(self, plan: Plan) -> bool:
+    def _change(self, plan: Plan, counting: PlanningContext) -> bool:
         """Install the plan of a larger batch, on all ranks or on none, and keep it; return whether it was."""
         if self._exchange(lambda: plan) is None:
             return False
-        self._keep(plan, logs=False)
+        self._keep(plan, counting, logs=False)
         if self._counted is not None:
             self._counted.begin_again()
         return True
@@ -352,10 +352,10 @@ class InstalledPlan:
         self._foreign.keep(swap.fqn for swap in self._installed.swaps)
         refusals.check_precision(made, self._trainer.precision_plugin, plan)
 
-    def _keep(self, plan: Plan, *, logs: bool = True) -> None:
+    def _keep(self, plan: Plan, counting: PlanningContext | None = None, *, logs: bool = True) -> None:
         """Make a plan the current one, write it to the log folder as a report and as JSON, and log its figures once."""
         self._plan = self._strategy.plan = plan
-        self._strategy.predicted_step = self._facts.predicted_step(plan)
+        self._strategy.predicted_step = (counting or self._facts).predicted_step(plan)
         if self._strategy.global_rank != 0 or not self._is_shown(plan):
             return
         if self._folder:

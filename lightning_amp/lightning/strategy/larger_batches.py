@@ -26,7 +26,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_amp.costs.on_demand import first_of
 from lightning_amp.errors import AmpError, DoesNotFitError, PlanError
 from lightning_amp.footprint.confirm_count import Shape, shapes_of
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
@@ -36,6 +35,7 @@ from lightning_amp.lightning.steps.counted_batches import growth_of, may_exceed
 from lightning_amp.lightning.steps.out_of_memory import largest
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.largest_rank import NOT_COUNTED, for_largest_batch, largest_of_ranks
+from lightning_amp.on_demand import first_of
 from lightning_amp.planning.modules.on_device import made_for, on_device
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.reports.plan_report import shortfall, techniques
@@ -55,8 +55,9 @@ class LargerBatches:
         facts: What the plan was made with; its step has been profiled on rank 0.
         current: Returns the installed plan.
         aside: Restores the module without techniques inside its `with` block.
-        exchange: Installs a plan instead of the one before, on all ranks or on none; returns whether it did.
-        keep: Makes a plan that is installed already, with another prediction, the current one.
+        exchange: Installs a plan instead of the one before, on all ranks or on none, and returns whether it did.
+        keep: Makes a plan that is installed already, with another prediction, the current one. Both are given what
+            counted the plan.
 
     Attributes:
         noted: Whether values decide what a batch takes.
@@ -69,7 +70,7 @@ class LargerBatches:
         current: Callable[[], Plan],
         *,
         aside: Callable[[], AbstractContextManager[Any]],
-        exchange: Callable[[Plan], bool],
+        exchange: Callable[[Plan, PlanningContext], bool],
         keep: Callable[..., None],
     ) -> None:
         self._facts, self._current = facts, current
@@ -150,7 +151,7 @@ class LargerBatches:
         for note in missing:
             rank_zero_warn(f"{said}: {note}")
         if found.rules != before.rules:
-            if not self._exchange(found):
+            if not self._exchange(found, counting):
                 return self._refuse(
                     f"{said}, exceeds the budget: {techniques(found.strategies)} could not be installed for it"
                 )
@@ -160,10 +161,8 @@ class LargerBatches:
                 f" {techniques(before.strategies)}"
             )
         elif missing or found.predicted_peak_bytes > before.predicted_peak_bytes:
-            self._keep(found, logs=False)
-        else:
-            return None
-        return self._predict(counting, found)
+            self._keep(found, counting, logs=False)
+        return None
 
     def again(self, batch: Any) -> str:
         """Install a plan for a batch that has exceeded the budget by what values decide, and describe it.
@@ -185,18 +184,12 @@ class LargerBatches:
             raise DoesNotFitError(f"{said}: {error}") from error
         if found.fits is False or found.rules == before.rules:
             raise DoesNotFitError(f"{said}, and no plan fits it: {shortfall(found)}. What it has changed was put back")
-        if not self._exchange(found):
+        if not self._exchange(found, counting):
             return ""
-        self._predict(counting, found)
         return (
             f"{techniques(found.strategies)}, for which {format_bytes(found.predicted_peak_bytes)} are predicted,"
             f" instead of {techniques(before.strategies)}"
         )
-
-    def _predict(self, counting: PlanningContext, plan: Plan) -> None:
-        """Let the strategy have the step of a plan as it was counted for rank 0's batch."""
-        strategy: Any = self._facts.strategy
-        strategy.predicted_step = counting.predicted_step(plan) if strategy.global_rank == 0 else None
 
     def _refuse(self, said: str) -> None:
         if self._facts.request.refuses:

@@ -66,7 +66,7 @@ class AMPStrategy(MeshStrategy):
     Attributes:
         request: The options, as given; most are attributes of the strategy too.
         on_predicted_oom: What to do with a plan that is predicted to run out of memory: "refuse" or "warn".
-        plan, predicted_step: The installed plan, and (rank 0 only) the profile of its step, if counted; else None.
+        plan, predicted_step: The installed plan, and the profile of its step if this rank has counted it, else None.
         own_statistics: Whether ranks may change buffers from their own cells; False if the policy chooses the plan.
         pipelined_steps: Runner of a pipeline's steps, with the times of the last step; None without a pipeline.
     """

@@ -21,9 +21,9 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_amp.costs.device_rates import collective_seconds
-from lightning_amp.costs.on_demand import computed_in
 from lightning_amp.costs.profiled_step import TIE, Draft, ProfiledStep
 from lightning_amp.footprint.module_profile import KINDS
+from lightning_amp.on_demand import computed_in
 from lightning_amp.planning.plan.plan import NEEDLESS, Candidate
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.stage_search import OPEN, StageOptions

@@ -122,7 +122,8 @@ def leanest_counted(
         for n in (0, None)
     ]
     drafts = [(frozenset(names), one) for names, one in made if isinstance(one, Draft)]
-    groups = [[pair for pair in drafts if bool(pair[0] & seen.requested.keys()) is asked] for asked in (False, True)]
+    with_requested = [pair for pair in drafts if pair[0] & seen.requested.keys()]
+    others = [pair for pair in drafts if not pair[0] & seen.requested.keys()]
     best, counts = as_it_is(seen, ranks), dict(seen.counts)
     excess: dict[frozenset[str], int] = {}
 
@@ -130,24 +131,26 @@ def leanest_counted(
         more = max((n for names, n in excess.items() if names <= pair[0]), default=0)
         return pair[1].peak_bytes + more, merit(pair[1])
 
-    for drafts in groups:
-        left = MOST_COUNTS
-        while drafts and left:
-            found = min(drafts, key=expected)
-            if expected(found)[0] >= best.peak_bytes:
-                break
-            drafts.remove(found)
+    def counted(one: Draft) -> int | None:
+        nonlocal seen
+        try:
+            return count(one)
+        except NoRoomToCountError:
+            seen = replace(seen, no_room=seen.no_room | {one.strategies})
+        except AmpError:
+            pass
+        return None
+
+    for left in (others, with_requested):
+        n_counts = 0
+        while left and n_counts < MOST_COUNTS and expected(found := min(left, key=expected))[0] < best.peak_bytes:
+            left.remove(found)
             names, one = found
             peak = known.get(one.targets)
             if peak is None:
-                left -= 1
-                try:
-                    peak = count(one)
-                except NoRoomToCountError:
-                    seen = replace(seen, no_room=seen.no_room | {one.strategies})
-                    continue
-                except AmpError:
-                    continue
+                n_counts, peak = n_counts + 1, counted(one)
+            if peak is None:
+                continue
             excess[names] = max(peak - one.peak_bytes, excess.get(names, 0))
             counts[names] = min(peak, counts.get(names, peak))
             best = min(best, replace(one, peak_bytes=peak), key=_leaner)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_amp.costs.model_shape import ModelShape
-from lightning_amp.costs.on_demand import first_of
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, NoRoomToCountError, PlanError
 from lightning_amp.footprint.module_profile import ModuleProfile
+from lightning_amp.on_demand import first_of
 from lightning_amp.planning.base.choose_mesh import check_divides
 from lightning_amp.planning.modules.candidates import TRIES, Compared, as_it_is, compare, draft
 from lightning_amp.planning.modules.finish_plan import (

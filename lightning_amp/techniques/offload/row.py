@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from lightning_amp.costs.on_demand import first_of
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule, changes_of, runs_again, splits_parameters
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ACTIVATIONS
+from lightning_amp.on_demand import first_of
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.host_memory.limit import with_requested
 from lightning_amp.techniques.offload.choose_ways import choose_ways

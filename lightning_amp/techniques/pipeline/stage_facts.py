@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_amp.costs.on_demand import first_of
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.footprint.chain.passes import Passes
+from lightning_amp.on_demand import first_of
 
 NAME = "pipeline"
 PassesOf = Callable[[int | None], Passes | str]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import lightning_amp
-from lightning_amp.costs.on_demand import OnDemand, computed_in, first_of
+from lightning_amp.on_demand import OnDemand, computed_in, first_of
 from lightning_amp.techniques import table, technique
 from tests.optimised import Optimised
 

@@ -25,10 +25,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.bounded_step import StepOverBudget
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.install_plan import InstalledPlan
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.any_module import Meter, make
+from tests.any_module import Meter, MeterOfAll, make
 from tests.each import BEFORE_A_RELEASE
 from tests.lightning.strategy.strategy_cases import Batches, fitted, same
 from tests.optimised import Optimised
@@ -227,22 +226,6 @@ def test_a_step_that_draws_which_blocks_run_is_the_largest_of_several_draws() ->
         assert any("the peak of the largest of several draws" in note for note in found["plan"].notes)
     found, _ = run(Dropping(), AMPStrategy())
     assert not found["plan"].notes or "several draws" not in "".join(found["plan"].notes)
-
-
-class MeterOfAll(Meter):
-    """Most bytes of any batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.live, self.at = LiveBytes(), batch_idx
-        super().on_train_batch_start(trainer, module, batch, batch_idx)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-        self.peak = max(self.peak, self.live.peak)
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())])

@@ -16,7 +16,7 @@ from lightning_amp.errors import DoesNotFitError, InstallError
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.lightning.strategy.larger_batches import LargerBatches
 from lightning_amp.lightning.strategy.strategy import AMPStrategy
-from tests.any_module import Meter
+from tests.any_module import MeterOfAll
 from tests.lightning.strategy.strategy_cases import fitted, same
 from tests.optimised import Optimised
 from tests.ranks import run_ranks
@@ -53,20 +53,10 @@ class WithValues(LiveBytes):
         super()._count((tensor for tensor in tensors if not has_no_values(tensor)), given)
 
 
-class MeterOfAll(Meter):
+class MeterOfValues(MeterOfAll):
     """Most bytes of any batch, without those of a count."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.live, self.at = WithValues(), batch_idx
-        super().on_train_batch_start(trainer, module, batch, batch_idx)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-        self.peak = max(self.peak, self.live.peak)
+    kind = WithValues
 
 
 class Picker(Reader):
@@ -126,7 +116,7 @@ def picking(lengths: tuple[int, ...], rank: int = 0) -> Any:
 def trained(
     lengths: tuple[int, ...], strategy: Any, *, rank: int = 0, ranks: int = 1, picks: bool = False, **options: Any
 ) -> Any:
-    meter = MeterOfAll()
+    meter = MeterOfValues()
     usual = {"max_steps": -1, "use_distributed_sampler": False, "callbacks": [meter]}
     module, data = (Picker(), picking(lengths, rank)) if picks else (Reader(), loader(lengths, rank))
     found = fitted(module, data, strategy, rank=rank, ranks=ranks, **usual, **options)
@@ -242,7 +232,7 @@ def test_a_plan_says_of_the_largest_batch_alone() -> None:
 def test_a_larger_graph_is_found_before_it_runs() -> None:
     def run(lengths: tuple[int, ...], strategy: Any) -> Any:
         graphs: Any = [Graph(x) for x in loader(lengths)]
-        meter = MeterOfAll()
+        meter = MeterOfValues()
         found = fitted(OfGraphs(), DataLoader(graphs, batch_size=None), strategy, max_steps=-1, callbacks=[meter])
         return found, meter.peak
 

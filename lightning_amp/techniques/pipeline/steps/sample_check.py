@@ -69,10 +69,10 @@ class Given:
         """Call the step with the batch, and return its result."""
         copies: list[tuple[Tensor, Tensor]] = []
         # a write into one of two tensors that share memory changes both, so these are not copied, and writes raise
-        written = {*map(id, integers_in(batch))}
+        copied = {*map(id, integers_in(batch))}
 
         def own(values: Any) -> Any:
-            if id(values) not in written:
+            if id(values) not in copied:
                 return values
             copies.append((values, values.clone()))
             return copies[-1][1]
