@@ -255,9 +255,14 @@ class Rescue(pl.Callback):
         if largest(float(bool(changed)), self._device):
             shown = ", ".join(map(repr, changed[:SHOWN])) or "something on another rank"
             more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+            cannot, less = (
+                ("This batch cannot run", "")
+                if self._holds
+                else ("rescue=True cannot run this batch", ", or leave rescue out")
+            )
             error.args = (
-                f"{text}. rescue=True cannot run this batch again: before the update it has changed {shown}{more},"
-                " which was not copied; change it in on_train_batch_start or on_train_batch_end, or leave rescue out",
+                f"{text}. {cannot} again: before the update it has changed {shown}{more}, which was not copied; change"
+                f" it in on_train_batch_start or on_train_batch_end{less}",
             )
             raise error
         # before another plan is installed, which changes attributes too
