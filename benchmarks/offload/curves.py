@@ -26,6 +26,7 @@ from lightning_amp.figures import GREY, MARKERS, PALETTE, new_figure, save_figur
 from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.planning.base.plan_request import StepRequest
 from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.techniques.offload.row import Offload
 from tests.techniques.replay.models import Llama, Points, ResNet, Trained, UNet, WaveNet
@@ -68,7 +69,7 @@ def curves_of(case: Case, rates: Rates) -> Curves:
     torch.manual_seed(0)
     make, batch = case
     step = StepOfModule(make(), batch, run_settings=RunSettings())
-    seen = step.profiled(rates, requested={"offload": Offload()})
+    seen = step.profiled(rates, StepRequest(requested={"offload": Offload()}))
     plain, found = seen.peak_bytes(1), Curves()
     for way, names in WAYS.items():
         points = {(1.0, 1.0)}

@@ -95,14 +95,7 @@ def _without_decoder(
 
 def counts_on_top_of(given: PlanRequest, step: StepOfModule) -> OnTopOf:
     """Return the function that counts the step with rules of its decoder."""
-    return partial(
-        on_top_of,
-        step,
-        rates=given.rates,
-        requested=given.requested,
-        host_memory=given.host_memory,
-        shared_statistics=given.shared_statistics,
-    )
+    return partial(on_top_of, step, rates=given.rates, request=given)
 
 
 def base_plan(given: PlanRequest, *, uncounted: str = "") -> Plan:

@@ -25,7 +25,7 @@ from lightning_amp.lightning.profiling.make_step_plan import StepPlan, make_step
 from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.planning.base.plan_request import PlanRequest
+from lightning_amp.planning.base.plan_request import PlanRequest, StepRequest
 from lightning_amp.planning.base.rules import without_shared_statistics
 from lightning_amp.planning.modules.on_device import Device, made_for, on_device
 from lightning_amp.planning.plan.plan import Plan
@@ -178,12 +178,14 @@ class Planner:
         return StepOfModule(self._module, lambda: batch, run_settings=limited, batch_size=n, steps=self._steps)
 
     def _look(self, step: StepOfModule, devices: int) -> ProfiledStep:
-        return step.profiled(
-            self._rates,
-            requested=self._requested,
-            host_memory=self._host_memory,
-            shared_statistics=self._shares and devices > 1,
-        )
+        return step.profiled(self._rates, StepRequest(**self._request_of_step(devices)))
+
+    def _request_of_step(self, devices: int) -> dict[str, Any]:
+        return {
+            "requested": self._requested,
+            "host_memory": self._host_memory,
+            "shared_statistics": self._shares and devices > 1,
+        }
 
     @cached_property
     def _step(self) -> StepOfModule:
@@ -230,14 +232,12 @@ class Planner:
             strategies=self._ids if self._named else None,
             model_parallel_size=self._size,
             micro_batches=self._options.get("micro_batches"),
-            requested=self._requested,
             speeds=self._speeds if n == self._devices else (),
-            host_memory=self._host_memory,
-            shared_statistics=self._shares and n > 1,
             steps=self._steps,
             compile=self._options.get("compile") or False,
             notes=tuple(notes),
             check=self._check,
+            **self._request_of_step(n),
         )
 
     def made_on(self, n: int) -> StepPlan:

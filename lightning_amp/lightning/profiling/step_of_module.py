@@ -5,11 +5,10 @@ Validate, test and predict do not. If a step cannot be profiled, it is trained a
 gives the reason.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -35,6 +34,7 @@ from lightning_amp.lightning.profiling.dry_steps import DrySteps
 from lightning_amp.lightning.profiling.facts_of_step import facts_of_step, looked_at, refused_techniques
 from lightning_amp.lightning.profiling.loaders import example_batch, loaders_of, own_rows, read_streams_ahead
 from lightning_amp.on_demand import first_of
+from lightning_amp.planning.base.plan_request import NOTHING_REQUESTED, StepRequest
 from lightning_amp.planning.modules.on_device import CLOSED_FORMS, OF_DECODER
 from lightning_amp.planning.modules.plan_module import counted_rules
 from lightning_amp.planning.plan.plan import Explanation, Plan
@@ -58,7 +58,6 @@ from lightning_amp.techniques.table import (
 from lightning_amp.techniques.technique import function_at
 
 T = TypeVar("T")
-NOTHING: Mapping[str, Spec] = MappingProxyType({})
 BESIDE_NO_DECODER = {STAGED, *(name for name, row in STRATEGIES.items() if row.no_decoder)}
 """Techniques that no module with a decoder can have."""
 
@@ -105,7 +104,7 @@ class StepOfModule:
         self._steps_with: dict[tuple[str, Spec], CountedStep | str] = {}
         self._rates = CPU_CORE
         self.shared_statistics = False
-        self.requested: Mapping[str, Spec] = NOTHING
+        self.requested = NOTHING_REQUESTED.requested
 
     @classmethod
     def of(
@@ -127,27 +126,15 @@ class StepOfModule:
         take = partial(example_batch, loaders, why, own=own_rows(trainer))
         return cls(module, take, run_settings=run_settings, trains=True, steps=steps)
 
-    def profiled(
-        self,
-        rates: Rates,
-        *,
-        requested: Mapping[str, Spec] = NOTHING,
-        host_memory: int | None = None,
-        shared_statistics: bool = False,
-    ) -> ProfiledStep:
+    def profiled(self, rates: Rates, request: StepRequest = NOTHING_REQUESTED) -> ProfiledStep:
         """Read one batch and profile the step without techniques.
-
-        Args:
-            requested: Specs that the user has requested, by technique.
-            host_memory: Most bytes of host memory that techniques of the policy may take on a rank.
-            shared_statistics: Whether ranks share batch statistics.
 
         Raises:
             AmpError: No batch can be read, or the step cannot run on a copy of the module.
             PlanError: The step requires real values, and exceeds its limit.
         """
         self.take(rates)
-        self.shared_statistics, self.requested = shared_statistics, requested
+        self.shared_statistics, self.requested = request.shared_statistics, request.requested
         steps, step = self._steps, None
         if steps is not None:
             step = steps.choose(self._batch, lambda: self.step_with(()), rates.links)
@@ -167,8 +154,8 @@ class StepOfModule:
             rates=rates,
             gradient_sizes=gradient_sizes(self.module.parameters()) if averages else (),
             partial_sizes=() if self.axis is None else self._partial_sizes(),
-            requested=requested,
-            host_memory=host_memory,
+            requested=request.requested,
+            host_memory=request.host_memory,
             facts=first_of(looked, facts_of_step(self.module, step)),
             refused=first_of(self._conflicting(), refused, failed),
             notes=tuple(self._notes(step)),

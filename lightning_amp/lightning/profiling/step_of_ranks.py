@@ -5,7 +5,6 @@ Ranks whose shares differ in size need different memory. Each of these is counte
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from lightning.pytorch import LightningModule
 
@@ -15,6 +14,7 @@ from lightning_amp.costs.rule import Rule
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.installing.install import install_rules
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.planning.base.plan_request import NOTHING_REQUESTED, StepRequest
 from lightning_amp.planning.modules.plan_module import Count
 from lightning_amp.planning.plan.plan import Explanation
 from lightning_amp.sharding.splits import DryAxis
@@ -28,14 +28,14 @@ KEPT = 4
 
 
 def on_top_of(
-    step: StepOfModule, rules: Sequence[Rule], ranks: int, *, rates: Rates, **request: Any
+    step: StepOfModule, rules: Sequence[Rule], ranks: int, *, rates: Rates, request: StepRequest = NOTHING_REQUESTED
 ) -> tuple[ProfiledStep, Count]:
     """Return the step with rules of its decoder, as `StepOfModule.profiled`, and what counts it with further rules.
 
     Args:
         step: The step without rules.
         ranks: Ranks of the model axis.
-        **request: Other arguments of `StepOfModule.profiled`.
+        rates, request: Arguments of `StepOfModule.profiled`.
 
     Raises:
         AmpError: As `StepOfModule.profiled`.
@@ -47,7 +47,7 @@ def on_top_of(
     if len(found) > 1:
         found.sort(key=lambda one: one.count(()).larger_peak_bytes, reverse=True)
     kept, fullest = found[:KEPT], found[0]
-    seen = fullest.profiled(rates, **request)
+    seen = fullest.profiled(rates, request)
     notes = list(seen.notes)
     if fullest.axis is not None and len(found) > 1:
         of = f"the peak is that of rank {fullest.axis.get_local_rank()} of the model axis, the largest"

@@ -32,7 +32,7 @@ from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE
-from lightning_amp.planning.base.plan_request import PlanRequest
+from lightning_amp.planning.base.plan_request import PlanRequest, StepRequest
 from lightning_amp.planning.modules.on_device import OF_DECODER, Device
 from lightning_amp.planning.modules.plan_module import counted_rules
 from lightning_amp.planning.plan.plan import Plan
@@ -158,7 +158,7 @@ class PlanningContext:
         if self.step is None or self.step.decoders:
             return None, ""
         try:
-            found = self.step.profiled(self.rates[0], **self._requested)
+            found = self.step.profiled(self.rates[0], StepRequest(**self._request_of_step))
             return without_stages(found, self.strategy.root_device, self.request, self.trainer), ""
         except PlanError:
             # the step had to run with real values, which needs too much memory
@@ -170,8 +170,7 @@ class PlanningContext:
             return None, str(error)
 
     @property
-    def _requested(self) -> dict[str, Any]:
-        """What a profiled step has of the request."""
+    def _request_of_step(self) -> dict[str, Any]:
         return {
             "requested": self.request.specs,
             "host_memory": host_memory_of(self.request),
@@ -203,7 +202,7 @@ class PlanningContext:
             compile=request.compile if request.compile != "auto" or request.chooses else False,
             steps_of_run=self.steps_of_run,
             notes=(*note, *notes),
-            **self._requested,
+            **self._request_of_step,
         )
 
     def keep_profiled(self, seen: ProfiledStep | None) -> None:

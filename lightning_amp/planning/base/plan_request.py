@@ -20,7 +20,25 @@ POLICIES = ("auto", "paper")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest:
+class StepRequest:
+    """What decides how a step is profiled.
+
+    Attributes:
+        requested: Requested specs, by technique.
+        host_memory: Most bytes of host memory that the policy may take on a rank; None means any.
+        shared_statistics: Whether ranks share batch statistics.
+    """
+
+    requested: Mapping[str, Spec] = field(default_factory=dict)
+    host_memory: int | None = None
+    shared_statistics: bool = False
+
+
+NOTHING_REQUESTED = StepRequest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(StepRequest):
     """Everything that decides the plan of a step.
 
     Attributes:
@@ -36,10 +54,7 @@ class PlanRequest:
         strategies: Ids of the requested techniques; None leaves them to the policy.
         model_parallel_size: Ranks of the model axis, those of a requested grid; or "auto".
         micro_batches: Number of micro-batches of a pipeline; None leaves it open.
-        requested: Requested specs, by technique.
         speeds: Speeds of the ranks relative to the fastest; empty if they are equal.
-        host_memory: Most bytes of host memory that the policy may take on a rank; None means any.
-        shared_statistics: Whether ranks share batch statistics.
         steps: Requested technique that replaces the module's steps, as `DrySteps`.
         compile: Whether blocks are compiled; "auto" if it pays within `steps_of_run`.
         steps_of_run: Training steps of the run, at most.
@@ -61,10 +76,7 @@ class PlanRequest:
     strategies: Sequence[str] | None = None
     model_parallel_size: int | str = "auto"
     micro_batches: int | None = None
-    requested: Mapping[str, Spec] = field(default_factory=dict)
     speeds: tuple[float, ...] = ()
-    host_memory: int | None = None
-    shared_statistics: bool = False
     steps: Any = None
     compile: Literal["auto"] | bool = False
     steps_of_run: float = inf

@@ -21,6 +21,7 @@ from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
+from lightning_amp.planning.base.plan_request import StepRequest
 from lightning_amp.planning.modules.candidates import draft
 from lightning_amp.techniques.offload.moves import Moves
 from lightning_amp.techniques.offload.row import Offload
@@ -261,7 +262,7 @@ def test_on_a_link_both_are_no_slower_than_one() -> None:
     )
     make, batches = MODELS["points"]
     step = StepOfModule(make(), lambda: batches(1), run_settings=RunSettings())
-    seen = step.profiled(rates, requested={"offload": Offload()})
+    seen = step.profiled(rates, StepRequest(requested={"offload": Offload()}))
     found = dict[str, Any]()
     for names in ("replay", "offload", "replay,offload"):
         found[names] = draft(seen, names.split(","), ranks=1, budget=int(0.6 * seen.peak_bytes(1)))
