@@ -61,7 +61,8 @@ def missing(seen: ProfiledStep, best: Draft, *, budget: int) -> str:
         # for a profile alone, or a step that needs values, some techniques were not searched
         return f"{said}, as far as techniques were looked for"
     if more is None:
-        return f"{said}; with whole samples no number of ranks up to {MOST_RANKS} would be enough: {smaller(seen, budget)}"
+        no_number = f"with whole samples no number of ranks up to {MOST_RANKS} would be enough"
+        return f"{said}; {no_number}: {smaller(seen, budget)}"
     with_what = " and ".join(more.strategies) or "nothing else"
     return f"{said}; {on_ranks(more.ranks * more.model)} with {with_what} would fit"
 
