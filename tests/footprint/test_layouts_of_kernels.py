@@ -41,7 +41,7 @@ def test_results_have_the_strides_of_the_kernels(sizes: tuple[int, ...]) -> None
             assert made(x, grad, QuickFakes(valid=True)) == made(x, grad, None)
 
 
-def test_a_gradient_of_a_group_norm_has_the_layout_of_its_input() -> None:
+def test_a_group_norm_and_its_gradient_have_the_layout_of_its_input() -> None:
     # torch makes the input of a group norm contiguous or channels last, but not the gradient that arrives
     plain = torch.randn(4, 6, 5, 3), torch.randn(4, 6, 5, 3).to(memory_format=torch.channels_last)
 
@@ -49,12 +49,13 @@ def test_a_gradient_of_a_group_norm_has_the_layout_of_its_input() -> None:
         xs, one = [t if fake is None else fake.from_tensor(t) for t in plain], torch.ones(6)
         one, needed = one if fake is None else fake.from_tensor(one), [True, True, True]
         with fake or nullcontext():
-            means = [ATEN.native_group_norm.default(x, one, one, 4, 6, 15, 2, 1e-5)[1:] for x in xs]
-            return [
-                ATEN.native_group_norm_backward.default(grad, x, *of_x, one, 4, 6, 15, 2, needed)[0].stride()
-                for x, of_x in zip(xs, means, strict=True)
+            normed = [ATEN.native_group_norm.default(x, one, one, 4, 6, 15, 2, 1e-5) for x in xs]
+            back = [
+                ATEN.native_group_norm_backward.default(grad, x, *of_x[1:], one, 4, 6, 15, 2, needed)
+                for x, of_x in zip(xs, normed, strict=True)
                 for grad in xs
             ]
+            return [found[0].stride() for found in (*normed, *back)]
 
     assert made(QuickFakes(valid=True)) == made(None)
 

@@ -13,6 +13,7 @@ _aten = torch.ops.aten
 IN_MEMORY_FORMAT = {
     _aten.native_batch_norm.default: 0,
     _aten.native_batch_norm_backward.default: 1,
+    _aten.native_group_norm.default: 0,
     _aten.native_group_norm_backward.default: 1,
     _aten.roll.default: 0,
 }
