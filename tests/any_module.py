@@ -50,16 +50,20 @@ class Meter(pl.Callback):
             self.counting.__enter__()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.counting is not None:
-            self.counting.__exit__(None, None, None)
-            self.peaks.append(self.counting.peak)
-            if self.counting.peak == min(self.peaks):
-                self.live = self.counting
-            self.counting = None
+        if (counted := self.stop()) is not None:
+            self.peaks.append(counted.peak)
+            if counted.peak == min(self.peaks):
+                self.live = counted
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        if self.counting is not None:
-            self.counting.__exit__(None, None, None)
+        self.stop()
+
+    def stop(self) -> LiveBytes | None:
+        """End the count of the current batch, and return it; None if it is not counted."""
+        counted, self.counting = self.counting, None
+        if counted is not None:
+            counted.__exit__(None, None, None)
+        return counted
 
 
 class MeterOfAll(Meter):

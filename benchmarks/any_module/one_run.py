@@ -207,10 +207,10 @@ def _trainer(wanted: Wanted, rank: int) -> tuple[Any, Any]:
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             super().on_train_batch_start(trainer, module, batch, batch_idx)
-            if compiled and batch_idx == 1:
-                # compiled code does not run where operators are looked at: the allocator is asked
-                self.live.__exit__(None, None, None)
-                self.peak = self.live.current
+            # compiled code does not run where operators are looked at: the allocator is asked
+            counted = self.stop() if compiled else None
+            if counted is not None and batch_idx == 1:
+                self.peak = counted.current
                 self.profile.start()
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

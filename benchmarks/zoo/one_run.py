@@ -26,7 +26,6 @@ from benchmarks.page import ROOT
 from benchmarks.zoo.subject import Case, Subject, checkpoint_layers, made
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError
-from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.quantities import parse_bytes
 from tests.any_module import QUIET
@@ -43,20 +42,18 @@ class Probe(Clocked):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0
         self.losses: list[float] = []
         self.ends: list[float] = []
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx < COUNTED:
-            self.live, self.at = LiveBytes(), batch_idx
-            # each of the two is counted, not the smaller one
-            self.peaks.clear()
-        super().on_train_batch_start(trainer, module, batch, batch_idx)
+    def measures(self, trainer: Any, batch_idx: int) -> bool:
+        return batch_idx < COUNTED
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-        self.peak = max(self.peak, self.live.peak)
         self.losses.append(float(outputs["loss"]))
         self.ends.append(time.process_time())
 

@@ -178,14 +178,12 @@ class Planner:
         return StepOfModule(self._module, lambda: batch, run_settings=limited, batch_size=n, steps=self._steps)
 
     def _look(self, step: StepOfModule, devices: int) -> ProfiledStep:
-        return step.profiled(self._rates, StepRequest(**self._request_of_step(devices)))
+        return step.profiled(self._rates, self._request_of_step(devices))
 
-    def _request_of_step(self, devices: int) -> dict[str, Any]:
-        return {
-            "requested": self._requested,
-            "host_memory": self._host_memory,
-            "shared_statistics": self._shares and devices > 1,
-        }
+    def _request_of_step(self, devices: int) -> StepRequest:
+        return StepRequest(
+            requested=self._requested, host_memory=self._host_memory, shared_statistics=self._shares and devices > 1
+        )
 
     @cached_property
     def _step(self) -> StepOfModule:
@@ -237,7 +235,7 @@ class Planner:
             compile=self._options.get("compile") or False,
             notes=tuple(notes),
             check=self._check,
-            **self._request_of_step(n),
+            **vars(self._request_of_step(n)),
         )
 
     def made_on(self, n: int) -> StepPlan:

@@ -158,7 +158,7 @@ class PlanningContext:
         if self.step is None or self.step.decoders:
             return None, ""
         try:
-            found = self.step.profiled(self.rates[0], StepRequest(**self._request_of_step))
+            found = self.step.profiled(self.rates[0], self._request_of_step)
             return without_stages(found, self.strategy.root_device, self.request, self.trainer), ""
         except PlanError:
             # the step had to run with real values, which needs too much memory
@@ -170,12 +170,12 @@ class PlanningContext:
             return None, str(error)
 
     @property
-    def _request_of_step(self) -> dict[str, Any]:
-        return {
-            "requested": self.request.specs,
-            "host_memory": host_memory_of(self.request),
-            "shared_statistics": self.strategy.world_size > 1 and self.request.share_batch_statistics,
-        }
+    def _request_of_step(self) -> StepRequest:
+        return StepRequest(
+            requested=self.request.specs,
+            host_memory=host_memory_of(self.request),
+            shared_statistics=self.strategy.world_size > 1 and self.request.share_batch_statistics,
+        )
 
     def inputs(self, strategies: Sequence[str] | None = None, model_ranks: int | None = None) -> PlanRequest:
         """Return what decides the plan, with these strategies and ranks of the model axis instead of the requested."""
@@ -202,7 +202,7 @@ class PlanningContext:
             compile=request.compile if request.compile != "auto" or request.chooses else False,
             steps_of_run=self.steps_of_run,
             notes=(*note, *notes),
-            **self._request_of_step,
+            **vars(self._request_of_step),
         )
 
     def keep_profiled(self, seen: ProfiledStep | None) -> None:
