@@ -43,10 +43,11 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 """Name of the autograd node that accumulates a parameter's gradient; it has no position in the forward pass."""
 COPIES = ("_to_copy",)
 """Operators whose result counts as a parameter if their input does: autocast multiplies with copies of weights."""
-SCORES = ("nll_loss_forward", "nll_loss2d_forward", "argmax")
-"""Operators by which cross-entropy with classes, and the choice of the largest, read scores of classes."""
+SCORES = {"nll_loss_forward": 1, "nll_loss2d_forward": 1, "argmax": -1, "mul": 1}
+"""Operators by which cross-entropy, and the choice of the largest, read scores of classes, and the dim of the classes.
+Cross-entropy with probabilities multiplies them with logarithms."""
 _LOGS = "_log_softmax"
-_NOTED = {*PRODUCTS, *COPIES, *SCORES, "mul"}
+_NOTED = {*PRODUCTS, *COPIES, *SCORES}
 
 
 class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
@@ -61,7 +62,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         optimising, reducing: Whether the optimizer is updating parameters, or gradients are reduced over ranks.
         in_step: Whether `training_step` is running, and no backward pass of the Trainer or of `manual_backward`.
         factors: Last two dims of the second factors of products in forward passes, the smaller one first.
-        scored: Dims of tensors that cross-entropy, or the choice of the largest, reads in forward passes.
+        scored: Numbers of classes of cross-entropy, and of the choice of the largest, in forward passes.
         trained: Parameters by name.
         lengths: Lengths of the first dimensions of the tensors in the last batch.
         returned: Storages of the last result of `training_step`.
@@ -255,11 +256,12 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
                     self.written.add(life.name)
         if func._opname not in _NOTED or self.work[self._now.birth][0] != FORWARD:
             return
-        if func._opname in SCORES or func._opname == "mul":
-            lives = (self._of_key.get(id(storage)) for _, storage in read)
-            # cross-entropy with probabilities multiplies them with logarithms
-            logs = (life.shape for life in lives if life is not None and life.name == _LOGS)
-            self.scored.update(*logs, *(tensor.shape for tensor, _ in read if func._opname in SCORES))
+        if (dim := SCORES.get(func._opname)) is not None:
+            of_logs = func._opname == "mul"
+            for tensor, storage in read if of_logs else read[:1]:
+                life = self._of_key.get(id(storage)) if of_logs else None
+                if tensor.dim() and (not of_logs or (life is not None and life.name == _LOGS)):
+                    self.scored.add(tensor.shape[dim if tensor.dim() > 1 else 0])
             return
         if func._opname not in (*COPIES, "convolution"):
             # a bias is the first argument of all but `linear`

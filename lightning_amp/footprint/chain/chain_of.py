@@ -53,7 +53,7 @@ class CountedStep:
         written: Parameters that it changed before the optimizer's step, and "batch" if it changed the batch.
         own_checkpoints: Whether the user's code checkpoints parts of it.
         factors: Last two dims of the second factors of its products, the smaller one first.
-        scored: Dims of tensors that its cross-entropy, or its choice of the largest, reads.
+        scored: Numbers of classes of its cross-entropy, and of its choice of the largest.
     """
 
     profile: ModuleProfile

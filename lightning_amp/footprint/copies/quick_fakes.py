@@ -141,7 +141,7 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self.valid:
             return self._dispatch(func, types, args, kwargs)
-        if func not in FakeTensorMode.lift_fns and any(type(value) is Tensor for value in args):
+        if Tensor in map(type, args) and func not in FakeTensorMode.lift_fns:
             args = tuple([self._fake_of(value) if type(value) is Tensor else value for value in args])
         of, run = _of(func), self._quickly
         if not of.plain:
@@ -338,10 +338,7 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
             # an argument that was resized is not cached
             if shapes != [tensor.shape for tensor in tensors] or all(result is not value for value in given):
                 return None
-            written = 0 if result is args[0] else next(iter(kwargs), None)
-            if written is not None:
-                call.keep(written)
-            return written
+            return call.keep(0 if result is args[0] else next(iter(kwargs), None))
         if isinstance(result, Tensor) and call.gives(result):
             call.keep(result.dtype)
         parts = result if isinstance(result, tuple) else (result,)

@@ -10,7 +10,7 @@ shapes in two cases, and others are computed:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ UNTAGGED = {_aten.softplus, _aten.softplus_backward, _aten.complex}
 """Element-wise operators that torch does not tag as such."""
 Result = int | str | torch.dtype
 """The argument that is the result, by its index or name, or the dtype of a new tensor."""
+R = TypeVar("R", int | str | None, torch.dtype)
 _known: dict[Any, Result] = {}
 
 
@@ -76,7 +77,8 @@ class ByElement:
         """Return the result that was found for other lengths; None if there is none."""
         return None if self.shape is None else _known.get(self._key)
 
-    def keep(self, result: Result) -> None:
-        """Keep a result for other lengths."""
-        if self.shape is not None:
+    def keep(self, result: R) -> R:
+        """Keep a result for other lengths, and return it; None is unknown."""
+        if self.shape is not None and result is not None:
             _known[self._key] = result
+        return result
