@@ -14,6 +14,7 @@ from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.equal_parts import leaving_out_equal
+from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.footprint.run import inner_run
 from lightning_amp.footprint.run.run_settings import UNDER_AMP
 from lightning_amp.holding import replacing
@@ -157,6 +158,7 @@ def test_one_of_equal_parts_is_timed_for_those_that_are_left_out(strategies: str
     assert as_it_is(found[1], 1).seconds == pytest.approx(as_it_is(found[0], 1).seconds, rel=0.01)
 
 
+@pytest.mark.long
 def test_each_rank_is_counted_once_and_no_block_of_a_decoder_is_captured(
     monkeypatch: pytest.MonkeyPatch, data_dir: Path
 ) -> None:
@@ -164,7 +166,7 @@ def test_each_rank_is_counted_once_and_no_block_of_a_decoder_is_captured(
     counted, captured, run, tables = list[int](), list[str](), StepOfModule.run_with, look.block_tables
 
     def run_with(self: StepOfModule, rules: Any, *args: Any) -> Any:
-        if not rules and args[0].func is count_step:
+        if not rules and getattr(args[0], "func", args[0]) in (count_step, profile_module):
             counted.append(-1 if self.axis is None else self.axis.get_local_rank())
         return run(self, rules, *args)
 
@@ -174,7 +176,7 @@ def test_each_rank_is_counted_once_and_no_block_of_a_decoder_is_captured(
 
     monkeypatch.setattr(StepOfModule, "run_with", run_with)
     monkeypatch.setattr(look, "block_tables", block_tables)
-    offline(data_dir, devices=2, strategies="S2,replay", device_memory="1MiB")
+    offline(data_dir, devices=2, strategies="S2,nodes,replay", device_memory="1MiB")
     assert sorted(counted) == [0, 1]
     assert captured
     assert not any(fqn.startswith("decoders.hic") for fqn in captured)
