@@ -34,6 +34,7 @@ MADE_OUTSIDE = (torch.ops.aten.lift_fresh.default,)
 COLLECTIVES = ("c10d", "_c10d_functional")
 """Namespaces of operators that communicate."""
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_PLAIN = frozenset(PLAIN)
 Read = Sequence[tuple[Tensor, torch.UntypedStorage]]
 # of a fake tensor, torch computes the layout in Python
 _layout_of = cast(Any, Tensor.layout).__get__
@@ -173,7 +174,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and count its results."""
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if not _PLAIN.issuperset(types) and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper such as DTensor owns no storage. It dispatches operators on its shards, which are counted.
             parts = (tensor for tensor, _ in storages_of(tensors_of((args, kwargs))))
             finds_shapes = not any(isinstance(part, FakeTensor) for part in parts)

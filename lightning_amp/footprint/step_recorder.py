@@ -43,7 +43,11 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 """Name of the autograd node that accumulates a parameter's gradient; it has no position in the forward pass."""
 COPIES = ("_to_copy",)
 """Operators whose result counts as a parameter if their input does: autocast multiplies with copies of weights."""
-_NOTED = {*PRODUCTS, *COPIES}
+SCORES = {"nll_loss_forward": 1, "nll_loss2d_forward": 1, "argmax": -1, "mul": 1}
+"""Operators by which cross-entropy, and the choice of the largest, read scores of classes, and the dim of the classes.
+Cross-entropy with probabilities multiplies them with logarithms."""
+_LOGS = "_log_softmax"
+_NOTED = {*PRODUCTS, *COPIES, *SCORES}
 
 
 class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
@@ -58,6 +62,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         optimising, reducing: Whether the optimizer is updating parameters, or gradients are reduced over ranks.
         in_step: Whether `training_step` is running, and no backward pass of the Trainer or of `manual_backward`.
         factors: Last two dims of the second factors of products in forward passes, the smaller one first.
+        scored: Numbers of classes of cross-entropy, and of the choice of the largest, in forward passes.
         trained: Parameters by name.
         lengths: Lengths of the first dimensions of the tensors in the last batch.
         returned: Storages of the last result of `training_step`.
@@ -83,6 +88,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.operators = ["before the step"]
         self.head: Head | None = None
         self.factors: set[tuple[int, int]] = set()
+        self.scored: set[int] = set()
         self.passed: list[Passed] = []
         self.optimising = self.reducing = self.in_step = self.frees_gradients = False
         self.lengths: frozenset[int] = frozenset()
@@ -249,6 +255,13 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
                 if life is not None and (life.kind == PARAMETERS or life.name == BATCH):
                     self.written.add(life.name)
         if func._opname not in _NOTED or self.work[self._now.birth][0] != FORWARD:
+            return
+        if (dim := SCORES.get(func._opname)) is not None:
+            of_logs = func._opname == "mul"
+            for tensor, storage in read if of_logs else read[:1]:
+                life = self._of_key.get(id(storage)) if of_logs else None
+                if tensor.dim() and (not of_logs or (life is not None and life.name == _LOGS)):
+                    self.scored.add(tensor.shape[dim if tensor.dim() > 1 else 0])
             return
         if func._opname not in (*COPIES, "convolution"):
             # a bias is the first argument of all but `linear`

@@ -12,7 +12,9 @@ from lightning_amp import GLUE, AMPStrategy, SingleCellDataModule
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.data.prepare.synthetic import synthesize
 from lightning_amp.errors import AmpError, PlanError
+from lightning_amp.footprint.chain.chain_of import count_step
 from lightning_amp.footprint.equal_parts import leaving_out_equal
+from lightning_amp.footprint.profile_module import profile_module
 from lightning_amp.footprint.run import inner_run
 from lightning_amp.footprint.run.run_settings import UNDER_AMP
 from lightning_amp.holding import replacing
@@ -22,6 +24,7 @@ from lightning_amp.planning.modules.candidates import as_it_is
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.simulation.parse_shape import parse_shape
 from lightning_amp.simulation.simulate import request_decoder, simulate_plan
+from lightning_amp.techniques.chunk import look
 from lightning_amp.techniques.hic.scores import nonzero_counts
 from tests.lightning.strategy.strategy_cases import trainer_of
 from tests.planning.profiles import hic, profile, rna
@@ -153,6 +156,30 @@ def test_one_of_equal_parts_is_timed_for_those_that_are_left_out(strategies: str
     )
     assert len(fewer.makes.made) < len(whole.makes.made)
     assert as_it_is(found[1], 1).seconds == pytest.approx(as_it_is(found[0], 1).seconds, rel=0.01)
+
+
+@pytest.mark.long
+def test_each_rank_is_counted_once_and_no_block_of_a_decoder_is_captured(
+    monkeypatch: pytest.MonkeyPatch, data_dir: Path
+) -> None:
+    """Each of these takes as long as a step of it, and seconds in all."""
+    counted, captured, run, tables = list[int](), list[str](), StepOfModule.run_with, look.block_tables
+
+    def run_with(self: StepOfModule, rules: Any, *args: Any) -> Any:
+        if not rules and getattr(args[0], "func", args[0]) in (count_step, profile_module):
+            counted.append(-1 if self.axis is None else self.axis.get_local_rank())
+        return run(self, rules, *args)
+
+    def block_tables(module: Any, calls: Any, **options: Any) -> Any:
+        captured.extend(call.fqn for call in calls)
+        return tables(module, calls, **options)
+
+    monkeypatch.setattr(StepOfModule, "run_with", run_with)
+    monkeypatch.setattr(look, "block_tables", block_tables)
+    offline(data_dir, devices=2, strategies="S2,nodes,replay", device_memory="1MiB")
+    assert sorted(counted) == [0, 1]
+    assert captured
+    assert not any(fqn.startswith("decoders.hic") for fqn in captured)
 
 
 @pytest.mark.long

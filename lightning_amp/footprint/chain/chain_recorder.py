@@ -306,17 +306,18 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             blocks = (fqn for fqn in self._blocks if name.startswith(f"{fqn}."))
             self.read_beside.update((name, fqn) for fqn in blocks if fqn not in running)
         results = {id(life) for life in self._lives_of(made)}
-        if weights or any(id(life) in self.computed for life in given):
+        ids = [id(life) for life in given]
+        if weights or not self.computed.isdisjoint(ids):
             self.computed |= results
         of_stage = self._open is not None and self.calls[self._open].fqn in self._stages
         # a view shares the storage of its base: a stage that views a mask of the batch has not made it
-        if not func.is_view and (of_stage or any(id(life) in self.of_blocks for life in given)):
+        if not func.is_view and (of_stage or not self.of_blocks.isdisjoint(ids)):
             self.of_blocks |= results
-        for places, lives in ((self.reads, map(id, given)), (self.writes, results)):
+        for places, lives in ((self.reads, ids), (self.writes, results)):
             for life in lives:
                 if life not in self.of_blocks:
                     places.setdefault(life, []).append(now)
-        if torch.Tag.nondeterministic_seeded in func.tags or any(id(life) in self.drawn for life in given):
+        if torch.Tag.nondeterministic_seeded in func.tags or not self.drawn.isdisjoint(ids):
             self.drawn |= results
 
     def _keep(self, tensor: Tensor) -> _KeptTensor:

@@ -98,9 +98,13 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
     """
     if func._opname.startswith("_to_sparse"):
         raise DataDependent("a sparse tensor is made of a dense one")
+    written = places_written(func)
+    # most operators read a tensor whose values are unknown, and the first one says so
+    if not written and args and type(args[0]) is FakeTensor and recipe_of(args[0]) is None:
+        return
     given = tensors_of((*args, *kwargs.values()))
     known = all(recipe_of(tensor) is not None for tensor in given)
-    if not (known or places_written(func)):
+    if not (known or written):
         return
     known = known and func not in _EMPTY and torch.Tag.nondeterministic_seeded not in func.tags
     for tensor in tensors_written(func, args, kwargs):
@@ -117,7 +121,7 @@ def note(func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
             memory.recipe = after
             if hasattr(memory, "unowned"):
                 memory.unowned.latest = after
-    if known and not places_written(func) and type(result) is FakeTensor:
+    if known and not written and type(result) is FakeTensor:
         memory = result.untyped_storage()
         # a view shares its storage and recipe, so only new memory gets one
         if all(tensor.untyped_storage()._cdata != memory._cdata for tensor in given):

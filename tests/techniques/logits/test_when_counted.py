@@ -21,7 +21,7 @@ Step = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 def entropy(logits: Tensor, y: Tensor, **options: Any) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), **options)
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(0, 1), **options)
 
 
 def test_a_step_is_not_counted_with_it_where_no_tensor_of_the_peak_is_as_wide_as_logits() -> None:
@@ -44,7 +44,14 @@ def test_a_step_is_not_counted_with_it_where_no_tensor_of_the_peak_is_as_wide_as
         counted.extend(rule.strategy for rule in rules)
         return count(self, rules, rows)
 
-    for module, expected in ((Classes(), []), (Llama(), ["logits"])):
+    class Squares(Llama):
+        """No cross-entropy reads its wide outputs, so that nothing stays put off."""
+
+        def loss(self, batch: Any) -> Tensor:
+            x = self.norm(self.embed(batch[:, :-1]))
+            return self.head(x).log_softmax(-1).exp().square().mean() + entropy(x, batch[:, 1:] % x.shape[-1])
+
+    for module, expected in ((Classes(), []), (Squares(), []), (Llama(), ["logits"])):
         counted.clear()
         profile = lightning_amp.profile(module, IDS)
         with patch.object(StepOfModule, "step_with", noted):
@@ -70,6 +77,8 @@ def test_what_it_can_save_is_bounded_before_the_step_is_counted_with_it() -> Non
         lambda h, x, y: F.cross_entropy(h(x).transpose(1, 2), y),
         lambda h, x, y: entropy(h(x), y) + entropy(h(2 * x), y),
         lambda h, x, y: entropy(F.linear(x, h.weight.square()), y),
+        lambda h, x, y: entropy(h(x), h.weight.new_ones(1, 1, 1).expand(*y.shape, len(h.weight))),
+        lambda h, x, y: x.sum() + h(x.detach()).argmax(-1).float().mean(),
     ):
         most, saved = seen(step)
         assert 0 < saved <= most
