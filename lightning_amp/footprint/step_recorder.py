@@ -43,7 +43,10 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 """Name of the autograd node that accumulates a parameter's gradient; it has no position in the forward pass."""
 COPIES = ("_to_copy",)
 """Operators whose result counts as a parameter if their input does: autocast multiplies with copies of weights."""
-_NOTED = {*PRODUCTS, *COPIES}
+SCORES = ("nll_loss_forward", "nll_loss2d_forward", "argmax")
+"""Operators by which cross-entropy with classes, and the choice of the largest, read scores of classes."""
+_LOGS = "_log_softmax"
+_NOTED = {*PRODUCTS, *COPIES, *SCORES, "mul"}
 
 
 class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
@@ -58,6 +61,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         optimising, reducing: Whether the optimizer is updating parameters, or gradients are reduced over ranks.
         in_step: Whether `training_step` is running, and no backward pass of the Trainer or of `manual_backward`.
         factors: Last two dims of the second factors of products in forward passes, the smaller one first.
+        scored: Dims of tensors that cross-entropy, or the choice of the largest, reads in forward passes.
         trained: Parameters by name.
         lengths: Lengths of the first dimensions of the tensors in the last batch.
         returned: Storages of the last result of `training_step`.
@@ -83,6 +87,7 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
         self.operators = ["before the step"]
         self.head: Head | None = None
         self.factors: set[tuple[int, int]] = set()
+        self.scored: set[int] = set()
         self.passed: list[Passed] = []
         self.optimising = self.reducing = self.in_step = self.frees_gradients = False
         self.lengths: frozenset[int] = frozenset()
@@ -249,6 +254,12 @@ class StepRecorder(LiveBytes):  # type: ignore[no-untyped-call]
                 if life is not None and (life.kind == PARAMETERS or life.name == BATCH):
                     self.written.add(life.name)
         if func._opname not in _NOTED or self.work[self._now.birth][0] != FORWARD:
+            return
+        if func._opname in SCORES or func._opname == "mul":
+            lives = (self._of_key.get(id(storage)) for _, storage in read)
+            # cross-entropy with probabilities multiplies them with logarithms
+            logs = (life.shape for life in lives if life is not None and life.name == _LOGS)
+            self.scored.update(*logs, *(tensor.shape for tensor, _ in read if func._opname in SCORES))
             return
         if func._opname not in (*COPIES, "convolution"):
             # a bias is the first argument of all but `linear`

@@ -53,6 +53,7 @@ class CountedStep:
         written: Parameters that it changed before the optimizer's step, and "batch" if it changed the batch.
         own_checkpoints: Whether the user's code checkpoints parts of it.
         factors: Last two dims of the second factors of its products, the smaller one first.
+        scored: Dims of tensors that its cross-entropy, or its choice of the largest, reads.
     """
 
     profile: ModuleProfile
@@ -70,6 +71,7 @@ class CountedStep:
     written: frozenset[str]
     own_checkpoints: bool = False
     factors: frozenset[tuple[int, int]] = frozenset()
+    scored: frozenset[int] = frozenset()
 
 
 def count_step(
@@ -125,4 +127,5 @@ def count_step(
         written=frozenset(step.written),
         own_checkpoints=bool(seen),
         factors=frozenset(step.factors),
+        scored=frozenset(step.scored),
     )

@@ -41,12 +41,13 @@ from lightning_amp.footprint.copies.noted_values import (
     answers_now,
     decided_by_values,
 )
+from lightning_amp.footprint.copies.results_by_element import UNTAGGED, ByElement
 from lightning_amp.footprint.target_device import launches_operators
 
 _SPECIAL = {IS_ALL_TRUE, torch.ops.aten.bincount.default, GROUPED_MM, CTC_LOSS, RNN_ON_CPU, pack_padded}
 """Operators whose results differ here from those of torch's rules, or whose shapes values decide without a tag."""
 _aten = torch.ops.aten
-PLAIN = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.softplus, _aten.softplus_backward, _aten.complex}
+PLAIN = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, *UNTAGGED}
 """Products of matrices, and element-wise operators that torch does not tag as such."""
 VIEWS = {_aten.slice.Tensor, _aten.as_strided.default, _aten.view.default, _aten.select.int, _aten.expand.default}
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -324,6 +325,9 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
             return None
         if kwargs and not (func._schema.is_mutable and isinstance(given[-1], Tensor)):
             return None
+        call = ByElement(func, args, kwargs)
+        if (known := call.known()) is not None:
+            return _Made(call.shape or (), call.stride, known, device) if isinstance(known, torch.dtype) else known
         try:
             with as_meta(self):
                 result = func(*args, **kwargs)
@@ -334,7 +338,12 @@ class QuickFakes(SharedFakeMode):  # type: ignore[no-untyped-call]
             # an argument that was resized is not cached
             if shapes != [tensor.shape for tensor in tensors] or all(result is not value for value in given):
                 return None
-            return 0 if result is args[0] else next(iter(kwargs), None)
+            written = 0 if result is args[0] else next(iter(kwargs), None)
+            if written is not None:
+                call.keep(written)
+            return written
+        if isinstance(result, Tensor) and call.gives(result):
+            call.keep(result.dtype)
         parts = result if isinstance(result, tuple) else (result,)
         made = tuple(_Made(tuple(part.shape), part.stride(), part.dtype, device) for part in parts)
         if func in VIEWS:

@@ -133,7 +133,9 @@ class StepOfModule:
             AmpError: No batch can be read, or the step cannot run on a copy of the module.
             PlanError: The step requires real values, and exceeds its limit.
         """
-        self.take(rates)
+        # the batch of a step with a decoder is that of the step without, and may have been counted already
+        if not (self._counted_steps and self._base and rates == self._rates):
+            self.take(rates)
         self.shared_statistics, self.requested = request.shared_statistics, request.requested
         steps, step = self._steps, None
         if steps is not None:
@@ -302,7 +304,7 @@ class StepOfModule:
         """Return the same step, of which a batch was taken, with rules of its decoder as one rank of a model axis."""
         assert self._steps is None, "steps that are replaced run no decoder"
         found = self._like(lambda: self._batch, self._run_settings, on_top_of=rules, axis=axis)
-        found._batch = self._batch
+        found._batch, found._rates = self._batch, self._rates
         # the step of a plan is looked up here
         found._profiles = self._profiles
         return found

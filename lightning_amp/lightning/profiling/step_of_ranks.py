@@ -44,8 +44,11 @@ def on_top_of(
     compared = sorted({rank * (ranks - 1) // (MOST - 1) for rank in range(MOST)}) if ranks > MOST else range(ranks)
     alike = alike_ranks(step.module, rules, [DryAxis(ranks, rank) for rank in compared]) if ranks > 1 else [[None]]
     found = [step.with_decoder(rules, axes[0]) for axes in alike]
-    if len(found) > 1:
+    if len(found) > KEPT:
         found.sort(key=lambda one: one.count(()).larger_peak_bytes, reverse=True)
+    elif len(found) > 1:
+        # the count of the fullest serves its profile too, which takes a little longer to count
+        found.sort(key=lambda one: one.step().profile.larger_peak_bytes, reverse=True)
     kept, fullest = found[:KEPT], found[0]
     seen = fullest.profiled(rates, request)
     notes = list(seen.notes)

@@ -81,10 +81,14 @@ def look(step: StepToPlan) -> ChunkForms:
     counted = step.step()
 
     def tables() -> list[Table | str]:
-        found = block_tables(step.module, counted.calls, shared=step.shared_statistics)
-        twice = [_differentiated(counted, call) for call in counted.calls]
-        blocks = zip(counted.chain.blocks, twice, found, strict=True)
-        return [INSIDE if block.fixed == INSIDE else reason or table for block, reason, table in blocks]
+        calls = zip(counted.chain.blocks, counted.calls, strict=True)
+        found: list[Table | str] = [
+            INSIDE if block.fixed == INSIDE else _differentiated(counted, call) for block, call in calls
+        ]
+        # a capture takes as long as a step of its block, and that of a decoder's strata seconds
+        captured = [call for call, reason in zip(counted.calls, found, strict=True) if not reason]
+        made = iter(block_tables(step.module, captured, shared=step.shared_statistics))
+        return [reason or next(made) for reason in found]
 
     return ChunkForms(counted.chain, tables, costs_of(step))
 

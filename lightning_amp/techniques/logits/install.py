@@ -26,9 +26,10 @@ def install(module: nn.Module, spec: object, mesh: object) -> Change:
 def read_step(module: LightningModule, step: CountedStep) -> int:
     """Return the most bytes of the peak that `logits` can save: all tensors as wide as the result of a deferred layer.
 
-    Logits, their casts, views and copies, what the loss makes of them and their gradients have a dim of this length.
+    Logits, their casts, views and copies, what the loss makes of them and their gradients have a dim of this length,
+    and so has what the loss reads: a layer whose outputs no cross-entropy reads is computed as a whole.
     """
-    wide = {outputs for inputs, outputs in step.factors if outputs >= LEAST_CHUNKS * inputs}
+    wide = {outputs for inputs, outputs in step.factors if outputs >= LEAST_CHUNKS * inputs} & step.scored
     return sum(t.n_bytes for t in step.profile.tensors if t.kind not in HELD and wide.intersection(t.shape))
 
 

@@ -1,7 +1,7 @@
 """Install `replay`: record the operators of the training step, and replay segments of it in the backward pass."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -65,37 +65,49 @@ def look(step: StepToPlan) -> Callable[[tuple[Rule, ...]], Replays]:
     return replays
 
 
+def _begin_again() -> None:
+    """Let a step run once more, with the values that it has in its next batch."""
+    if (answers := answers_now()) is not None:
+        answers.begin_batch()
+        answers.begin_step()
+
+
 def _stretches(step: StepToPlan, rules: tuple[Rule, ...]) -> Stretches | str:
     """Return bytes and times of the step's segments, or the reason why they are unknown."""
-    found = list[Stretches]()
+    found, n_runs = list[Stretches](), 0
 
     def count(module: LightningModule, batch: Any, **options: Any) -> None:
         refuse_unseen("replay", module)
-        plain, views = method_of(module, "training_step"), True
+        plain = method_of(module, "training_step")
+
+        def run(module: LightningModule, args: Any, kwargs: Any, look: Look | None) -> Any:
+            nonlocal n_runs
+            n_runs += 1
+            # a step may take its labels out of its batch
+            own_args, own_kwargs = tree_map(lambda one: one, (args, kwargs))
+            with nullcontext() if look is None else recorded(look, module):
+                return plain(module, *own_args, **own_kwargs)
 
         @wraps(plain)
         def training_step(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
-            nonlocal views
             if before_count():
                 return plain(module, *args, **kwargs)
-            automatic = module.automatic_optimization
-            # twice: objects that a module makes only once, such as position tables, are not part of later steps
-            for again in range(1 + automatic):
-                if again and (answers := answers_now()) is not None:
-                    answers.begin_batch()
-                    answers.begin_step()
+            # the second run is recorded: objects that a module makes only once, such as position tables, are not part
+            # of later steps. With manual optimization, optimizer state exists from the second step on
+            if not n_runs:
+                loss = run(module, args, kwargs, None)
+                if not module.automatic_optimization:
+                    return loss
+                _begin_again()
+            look = None
+            while look is None or (look.views and look.writes_to_views):
+                if look is not None:
+                    _begin_again()
                 trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-                look = Look(step.operator_rates(), trained, views=views)
-                # a step may take its labels out of its batch
-                own_args, own_kwargs = tree_map(lambda one: one, (args, kwargs))
-                with recorded(look, module):
-                    loss = plain(module, *own_args, **own_kwargs)
-                views = views and not look.writes_to_views
+                look = Look(step.operator_rates(), trained, views=look is None)
+                run(module, args, kwargs, look)
             found.append(stretches_of(look, gradient_bytes=step.step().profile.by_kind[GRADIENTS]))
-            # with manual optimization, optimizer state exists from the second step on
-            if automatic or len(found) == 2:
-                raise EnoughSeen
-            return loss
+            raise EnoughSeen
 
         undo = put_methods(module, {"training_step": MethodType(training_step, module)})
         try:
