@@ -181,7 +181,9 @@ def main() -> None:
     print(ROW.format(*HEADER), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for name, cells, make in subjects(Path(folder), only):
-            print(ROW.format(*row(name, cells, make, rates, budgets, near=asked.near, verbose=asked.verbose)), flush=True)
+            print(
+                ROW.format(*row(name, cells, make, rates, budgets, near=asked.near, verbose=asked.verbose)), flush=True
+            )
 
 
 if __name__ == "__main__":

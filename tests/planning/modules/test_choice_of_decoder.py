@@ -47,6 +47,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize(("budget", "counts"), [(AMPLE, 1), (2_600_000, 1), (1, 1)])
 def test_no_step_is_counted_whose_peak_cannot_change_the_plan(counted: list[Any], budget: int, counts: int) -> None:
-    """Nothing is faster than the plan of an ample budget, and nothing leaner than that of none; the third is between."""
+    """Nothing is faster than the first plan, the next faster one than the second is far above, the last is leanest."""
     planned(budget)
     assert len(counted) == counts
