@@ -1,18 +1,20 @@
 """How often the plan of a decoder is the fastest that fits, of all whose steps are counted.
 
-    python -m benchmarks.memory.choice_of_decoder [--only attention] [--budgets 12] [--rates A100] [--quick]
+    python -m benchmarks.memory.choice_of_decoder [--only attention] [--budgets 12] [--rates A100] [--quick] [--write]
 
 Closed forms rank sets of the decoder's techniques, and only some sets are counted. Here every set is counted once, on
-one CPU rank, without techniques beyond the decoder. Budgets lie between the least of these peaks and the peak of the
-step as it is, each the same factor above the last. Each is planned as `lightning_amp.plan` does. Seconds are those of
-the planner: of the decoder by closed forms, of the rest of the step, and what techniques beyond the decoder add.
+one CPU rank, without techniques beyond the decoder, and budgets are planned as `lightning_amp.plan` does. Seconds are
+those of the planner: of the decoder by closed forms, of the rest of the step, and what techniques beyond it add.
 
-    as fast   budgets whose plan fits, and takes at most the planner's tie longer than the fastest set that fits
-    slower    mean and largest excess of the others' seconds, in per cent
-    counts    steps that a plan counts with another set of the decoder's techniques, mean and most
-    s         processor seconds of a plan, mean
+    as fast     budgets whose plan fits, and takes at most the planner's tie longer than the fastest set that fits: from
+                the least of these peaks to that of the step as it is, each the same factor above the last
+    near peaks  the same of budgets at, 1 % and 2 % above the peaks of sets that are faster than all leaner ones
+    slower      mean and largest excess of the others' seconds, in per cent
+    counts      sets of the decoder's techniques with which a plan counts the step, mean and most
+    s           processor seconds of a plan, mean
 
-About five minutes; with --quick (one decoder, three budgets) half a minute.
+`--write` puts the table into docs/reports/benchmarks.md. About four minutes; with --quick (one decoder, three budgets)
+half a minute.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from typing import Any
 import torch
 
 import lightning_amp
+from benchmarks.page import ROOT, origin, write_as_it_grows
 from lightning_amp.costs.device_rates import CPU_CORE, Rates, rates_for
 from lightning_amp.costs.profiled_step import TIE
 from lightning_amp.data.prepare.synthetic import synthesize
@@ -47,8 +50,8 @@ SHAPES = {
 """Decoders by their sizes, and cells of a step."""
 ABOVE = (1.0, 1.01, 1.02)
 GLUE = "reference model"
-HEADER = ("decoder", "cells", "sets", "budgets", "as fast", "slower, %", "counts", "s")
-ROW = "{:<16} {:>5} {:>4} {:>7} {:>7} {:>12} {:>9} {:>5}"
+HEADER = ["decoder", "cells", "sets", "as fast", "near peaks", "slower, %", "counts", "s"]
+PAGE, PART = ROOT / "docs" / "reports" / "benchmarks.md", "memory.choice_of_decoder"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,38 +113,46 @@ def boundaries(counted: Iterable[Counted]) -> list[int]:
     return [round(one.peak_bytes * above) for one in found for above in ABOVE]
 
 
-def row(name: str, cells: int, make: Make, rates: Rates, budgets: int, *, near: bool, verbose: bool) -> list[str]:
+def row(name: str, cells: int, make: Make, rates: Rates, budgets: int, *, verbose: bool) -> list[str]:
     """Plan a decoder for all budgets, and compare."""
     counted = count_all(make, rates)
     least, most = min(one.peak_bytes for one in counted.values()), counted[frozenset()].peak_bytes
+    even = [round(least * (most / least) ** (k / (budgets - 1))) for k in range(budgets)]
     # the rest of a step is the same with all sets; counts that are less than the closed forms of the decoder hide it
     rest = min(one.whole_seconds - one.seconds for one in counted.values())
-    slower, steps, processor = list[float](), list[int](), list[float]()
-    even = [round(least * (most / least) ** (k / (budgets - 1))) for k in range(budgets)]
-    for budget in boundaries(counted.values()) if near else even:
-        fastest = rest + min(one.seconds for one in counted.values() if one.peak_bytes <= budget)
-        begun = time.process_time()
-        with _counting() as made:
-            plan = make({"device_memory": budget}, rates)
-        processor.append(time.process_time() - begun)
-        steps.append(len(made))
-        own = counted[chosen(plan)]
-        # what techniques beyond the decoder add
-        seconds = rest + own.seconds + max(0.0, whole_seconds(plan) - own.whole_seconds)
-        fits = plan.predicted_peak_bytes <= budget
-        slower.append(seconds / fastest if fits else float("inf"))
-        if verbose:
-            names = [" ".join(sorted(n)) for n, one in counted.items() if one.peak_bytes <= budget and
-                     rest + one.seconds <= fastest]  # fmt: skip
-            print(f"  {budget:>12,} {slower[-1]:.3f} {len(made)} {' '.join(plan.strategies)} | {names[0]}", flush=True)
-    others = [100 * (one - 1) for one in slower if one > TIE]
+    said, slower, steps, processor = list[str](), list[float](), list[int](), list[float]()
+    for these in (even, boundaries(counted.values())):
+        found = list[float]()
+        for budget in these:
+            names, fastest = min(
+                ((names, one.seconds) for names, one in counted.items() if one.peak_bytes <= budget),
+                key=lambda pair: pair[1],
+            )
+            begun = time.process_time()
+            with _counting() as made:
+                plan = make({"device_memory": budget}, rates)
+            processor.append(time.process_time() - begun)
+            steps.append(len(made))
+            own = counted[chosen(plan)]
+            # what techniques beyond the decoder add
+            seconds = rest + own.seconds + max(0.0, whole_seconds(plan) - own.whole_seconds)
+            fits = plan.predicted_peak_bytes <= budget
+            found.append(seconds / (rest + fastest) if fits else float("inf"))
+            if verbose:
+                own_names = ",".join(plan.strategies)
+                print(
+                    f"{budget:>13,} {found[-1]:.3f} {len(made)} {own_names:<28} {','.join(sorted(names))}", flush=True
+                )
+        others = [100 * (one - 1) for one in found if one > TIE]
+        said.append(f"{len(found) - len(others)} of {len(found)}")
+        slower += others
+    worst = f"{mean(slower):.1f}, {max(slower):.1f}" if slower else ""
     return [
         name,
-        str(cells),
-        str(len(counted)),
-        str(len(slower)),
-        str(len(slower) - len(others)),
-        f"{mean(others):.1f}, {max(others):.1f}" if others else "",
+        f"{cells}",
+        f"{len(counted)}",
+        *said,
+        worst,
         f"{mean(steps):.1f}, {max(steps)}",
         f"{mean(processor):.1f}",
     ]
@@ -170,20 +181,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*SHAPES, GLUE], help="some of the decoders")
     parser.add_argument("--budgets", type=int, default=12, help="budgets of a decoder")
-    parser.add_argument("--near", action="store_true", help="budgets at and just above the peaks of the fastest sets")
     parser.add_argument("--rates", help="device by whose rates times are predicted; one CPU core without it")
     parser.add_argument("--verbose", action="store_true", help="print every budget, its plan and the fastest set")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/reports/benchmarks.md")
     parser.add_argument("--quick", action="store_true", help="one decoder, three budgets")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     rates = CPU_CORE if asked.rates is None else rates_for(asked.rates)
     only, budgets = (["chained"], 3) if asked.quick else (asked.only, asked.budgets)
-    print(ROW.format(*HEADER), flush=True)
+    first = f"""{origin("python -m benchmarks.memory.choice_of_decoder --write")} Of {budgets} budgets from the leanest
+    set's peak to the eager step's, and of those at and up to 2 % above the peaks of sets, those whose plan takes at most
+    2 % longer than the fastest counted set that fits; the others' excess, mean and largest; steps counted in a plan,
+    mean and most; and its processor seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, cells, make in subjects(Path(folder), only):
-            print(
-                ROW.format(*row(name, cells, make, rates, budgets, near=asked.near, verbose=asked.verbose)), flush=True
-            )
+        rows = (row(*one, rates, budgets, verbose=asked.verbose) for one in subjects(Path(folder), only))
+        write_as_it_grows(PAGE, PART, first, HEADER, rows, write=asked.write)
 
 
 if __name__ == "__main__":
