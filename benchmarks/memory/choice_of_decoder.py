@@ -189,10 +189,10 @@ def main() -> None:
     torch.set_num_threads(1)
     rates = CPU_CORE if asked.rates is None else rates_for(asked.rates)
     only, budgets = (["chained"], 3) if asked.quick else (asked.only, asked.budgets)
-    first = f"""{origin("python -m benchmarks.memory.choice_of_decoder --write")} Of {budgets} budgets from the leanest
-    set's peak to the eager step's, and of those at and up to 2 % above the peaks of sets, those whose plan takes at most
-    2 % longer than the fastest counted set that fits; the others' excess, mean and largest; steps counted in a plan,
-    mean and most; and its processor seconds."""
+    first = f"""{origin("python -m benchmarks.memory.choice_of_decoder --write")} Of {budgets} budgets from
+    the leanest set's peak to the eager step's, and of those at and up to 2 % above the peaks of sets, those whose plan
+    takes at most 2 % longer than the fastest counted set that fits; the others' excess, mean and largest; steps counted
+    in a plan, mean and most; and its processor seconds."""
     with tempfile.TemporaryDirectory() as folder:
         rows = (row(*one, rates, budgets, verbose=asked.verbose) for one in subjects(Path(folder), only))
         write_as_it_grows(PAGE, PART, first, HEADER, rows, write=asked.write)
