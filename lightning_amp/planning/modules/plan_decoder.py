@@ -2,8 +2,8 @@
 
     1. make the policy's plan of the decoder for the budget (policies/make_plan.py)
     2. count the step with the techniques of that plan, and plan the rest as of any module (plan_module.py)
-    3. do the same with a leaner plan of the decoder if the count exceeds the budget, or with a faster one if the closed
-       forms had predicted more than was counted: the faster of both is taken, or if neither fits, the leaner
+    3. do the same with a leaner plan of the decoder if the count exceeds the budget, or with a faster one that may fit,
+       for closed forms can predict more than is counted: the faster of both is taken, or if neither fits, the leaner
 
 Steps are counted as one rank of the model axis, the fullest, with all rules of the decoder.
 """
@@ -37,6 +37,8 @@ from lightning_amp.techniques.table import (
 AT_ONCE = Links(intra_bandwidth=inf, inter_bandwidth=inf, latency=0.0, ranks_per_node=1)
 TRIES = 3
 """Number of other plans of the decoder that are counted, until one fits and none is faster."""
+OVER = 1.02
+"""Closed forms of plans are at most this factor above their counts, but for what lies outside: 1.019 was seen."""
 Make = Callable[[int | None], Plan]
 """Maps a budget in bytes to the plan of the decoder alone, by closed forms; no plan fits 1 byte, so it needs least."""
 OnTopOf = Callable[[tuple[Rule, ...], int], tuple[ProfiledStep, Count]]
@@ -108,27 +110,41 @@ def predict_decoder_again(given: Plan, on_top_of: OnTopOf, shape: ModelShape) ->
 def _other(first: "_Counted", make: Make, on_top_of: OnTopOf, shape: ModelShape, budget: int) -> "_Counted | None":
     """Count what the closed forms choose when they are off by what the last count has shown.
 
+    Closed forms are above some counts: once a plan fits, a faster one is counted too that they place just above the
+    budget.
+
     Returns:
-        A faster plan of the decoder that fits, if `first` fits; else the first that fits, or the leanest; None if there
-        is no other.
+        The fastest plan of the decoder that was counted and fits, if any does; else the leanest; None if that is
+        `first`.
     """
-    make = cache(make)
-    last, tried, best = first, {_choices(first.whole)}, first
-    for limit in (*[None] * TRIES, 1):
-        if limit is not None and best.peak_bytes <= budget:
-            break
-        # what lies outside hardly changes with the plan, so the decoder's budget differs by what the count does
-        whole = make(limit or max(1, budget - (last.peak_bytes - last.whole.predicted_peak_bytes)))
+    make, tried, last, best = cache(make), {_choices(first.whole)}, first, first
+
+    def is_useful(whole: Plan) -> bool:
         if _choices(whole) in tried:
-            continue
-        tried.add(_choices(whole))
-        if best.peak_bytes <= budget and _seconds_of_a_batch(best.whole) <= TIE * _seconds_of_a_batch(whole):
+            return False
+        return best.peak_bytes > budget or TIE * _seconds_of_a_batch(whole) < _seconds_of_a_batch(best.whole)
+
+    # of plans that may fit, none is tried that closed forms place above one that does not
+    exceeded = inf if first.peak_bytes <= budget else first.whole.predicted_peak_bytes
+    for left in reversed(range(TRIES + 1)):
+        # what lies outside hardly changes with the plan, so the decoder's budget differs by what the count does
+        expected = budget - (last.peak_bytes - last.whole.predicted_peak_bytes)
+        if best.peak_bytes <= budget:
+            limits = [expected, min(OVER * max(budget, expected), exceeded - 1)] if left else []
+        else:
+            # nothing fits yet: after the expected one, that which needs least
+            limits = [expected, 1] if left else [1]
+        whole = next(filter(is_useful, (make(max(1, int(limit))) for limit in limits)), None)
+        if whole is None:
             break
+        tried.add(_choices(whole))
         try:
             last = _Counted.of(whole, on_top_of, shape)
         except AmpError:
             break
-        if last.peak_bytes <= budget or best.peak_bytes > budget:
+        if last.peak_bytes > budget:
+            exceeded = min(exceeded, whole.predicted_peak_bytes)
+        if last.peak_bytes <= budget or last.peak_bytes < best.peak_bytes:
             best = last
     return None if best is first else best
 
