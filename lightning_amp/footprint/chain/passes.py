@@ -57,6 +57,8 @@ class Passes:
         names: Names of the K blocks.
         first: First forward operator of each segment, and one past the last forward operator, [K + 2].
         called: First operator of the forward pass of each block, [K].
+        last_kept: Last operator of it after which autograd saves a tensor, [K].
+        asks: Operator of the backward pass of each block before which a tensor of these is first read, [K]; 0 if none.
         segment: Segment of each operator of the backward pass, -1 for others, [operator].
         optimises: Whether an operator belongs to the optimizer step, [operator].
         seconds: Time of each operator, [operator].
@@ -91,6 +93,8 @@ class Passes:
     names: tuple[str, ...]
     first: Any
     called: Any
+    last_kept: Any
+    asks: Any
     segment: Any
     optimises: Any
     seconds: Any
@@ -212,7 +216,9 @@ class _Cut:
             rows=self._rows,
             names=tuple(call.fqn for call in self._calls),
             first=self._first,
-            called=np.array([call.start for call in self._calls]),
+            called=_whole(call.start for call in self._calls),
+            last_kept=_whole(call.last_kept for call in self._calls),
+            asks=_whole(call.asks or 0 for call in self._calls),
             segment=segment,
             optimises=np.array([phase == OPTIMISER for phase in self._phases]),
             seconds=np.array(step.took),
