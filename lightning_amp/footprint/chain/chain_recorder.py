@@ -230,9 +230,7 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             return forward(*args, **kwargs)
         given = BlockCall.of(fqn, args, kwargs)
         start = len(self.work)
-        call = RecordedCall(
-            fqn, start, given, fixed=fixed, last_kept=start - 1, first_order=autograd_order()
-        )
+        call = RecordedCall(fqn, start, given, fixed=fixed, last_kept=start - 1, first_order=autograd_order())
         call.inputs = self._lives_of(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         # copies that are made to detect changes are not part of the step
         self._aside = True
