@@ -8,7 +8,7 @@
     backward pass   what is in flight minus what was read for the last time, temporaries, the received gradient;
                     gradients of parameters, from the second micro-batch on twice until they are added
     sent            results of a stage, in copies where they are not contiguous, until their gradients come; gradients
-                    of what it received until the step ends
+                    of what it received until those of the next micro-batch are sent
     last stage      results of all micro-batches, and their losses; under gpipe what follows the blocks, forward and
                     backward, for the full batch, and the gradients of its inputs; otherwise what follows them once
                     more without gradients
@@ -257,7 +257,7 @@ class _StageWalk:
         self._always += (2 if ends_here and not pipeline.at_once else 1) * DRAWS
         self._now = self.most = self._always
         self._begun: set[int] = set()
-        self._came = self._sent = 0
+        self._came, self._sent_back = 0, dict[int, int]()
         self._stages = lru_cache(maxsize=None)(self._stage)
         self._rest_done = False
 
@@ -287,8 +287,10 @@ class _StageWalk:
             came = min(self._gradients - self._came, own.gradients)
             self._came += came
             self._now += came
-        self._sent += own.sent_back
-        self._now += own.sent_back + own.stays
+        # those of the micro-batch before are freed now
+        self._reach(own.sent_back)
+        self._now += own.sent_back - self._sent_back.get(stage, 0) + own.stays
+        self._sent_back[stage] = own.sent_back
 
     def _rest(self) -> None:
         rest = rest_bytes(self._pipeline.whole, rank=self._segments)
@@ -304,8 +306,8 @@ class _StageWalk:
 
     def after(self) -> None:
         pipeline, whole = self._pipeline, self._pipeline.whole
-        # sent gradients are kept until `Messages.wait`, after the last pass, even if they arrived earlier
-        self._now -= self._sent
+        # the last ones are kept until `Messages.wait`
+        self._now -= sum(self._sent_back.values())
         self._reach(self._tied())
         last = self._last % len(pipeline.orders) == self._rank
         if last and not pipeline.alone and not pipeline.at_once:
