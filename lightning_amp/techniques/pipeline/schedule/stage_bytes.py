@@ -22,6 +22,7 @@ Known limits: metrics are not included; all micro-batches count as the largest o
 after the blocks runs that part several times, one after the other.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -246,8 +247,11 @@ class _StageWalk:
     def __init__(self, pipeline: Pipeline, rank: int) -> None:
         self._pipeline, self._rank = pipeline, rank
         self._held = _held(pipeline, rank)
-        self._gradients = sum(p.gradient_bytes for p in self._held)
         whole = pipeline.whole
+        # a gradient may be a view of a larger tensor, whose size depends on the micro-batch
+        made = {p.name: p.gradient_bytes for p in pipeline.part.parameters}
+        first = {p.name for p in self._held if pipeline.at_once and len(whole.names) in p.segments}
+        self._gradients = sum(p.gradient_bytes if p.name in first else made[p.name] for p in self._held)
         self._last = len(pipeline.ends) - 1
         kept = sum(p.n_bytes + p.state_bytes for p in self._held)
         self._always = kept + whole.buffer_bytes + whole.batch_bytes
@@ -301,8 +305,10 @@ class _StageWalk:
         self._came += rest.gradients
         # the gradients of its inputs are views of one tensor
         self._now += rest.gradients + rest.inputs + rest.returned
-        # unless the inputs are not contiguous, which copies them
-        self._reach(self._pipeline.whole.strided_bytes[-1] + DRAWS)
+        # unless the inputs are not contiguous, which copies them; what the step draws before the blocks must not change
+        # the loss, which runs once more
+        again = rest.silent if self._pipeline.whole.draws_first else 0
+        self._reach(max(self._pipeline.whole.strided_bytes[-1], again) + DRAWS)
 
     def after(self) -> None:
         pipeline, whole = self._pipeline, self._pipeline.whole
@@ -341,8 +347,17 @@ class _StageWalk:
         if not len(times):
             return 0
         begin, length = int(times[0]), int(times[-1]) + 1 - int(times[0])
-        here = (whole.birth >= begin) & np.isin(whole.n_bytes, [p.n_bytes for p in self._held])
-        return int(bytes_alive(whole.birth[here] - begin, whole.held[here] - begin, whole.n_bytes[here], length).max())
+        here, every = Counter(p.n_bytes for p in self._held), Counter(p.n_bytes for p in whole.parameters)
+        made = np.flatnonzero(whole.birth >= begin)
+        at_once, seen = Counter(zip(whole.birth[made], whole.n_bytes[made], strict=True)), Counter[tuple[int, int]]()
+        own = list[int]()
+        for i in made:
+            key = whole.birth[i], whole.n_bytes[i]
+            seen[key] += 1
+            # an operator for all parameters at once makes fewer tensors on a rank that holds some of them
+            if seen[key] <= (here[key[1]] if at_once[key] == every[key[1]] else at_once[key] * (here[key[1]] > 0)):
+                own.append(int(i))
+        return int(bytes_alive(whole.birth[own] - begin, whole.held[own] - begin, whole.n_bytes[own], length).max())
 
     def _stage(self, stage: int) -> StageBytes:
         start, end = self._pipeline.runs[stage]
