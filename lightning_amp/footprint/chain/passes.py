@@ -218,6 +218,9 @@ class _Cut:
         }
         # a gradient born at 0 exists before the step, and is only added to
         gradients = [life for life in kinds[GRADIENTS].values() if life.birth and segment[life.birth] >= 0]
+        parameters = tuple(self._parameters(kinds))
+        # of others, a gradient that is the sum of two may be the gradient of activations, or a view of it
+        several = {f"{p.name}.grad" for p in parameters if len(p.segments) > 1}
         return Passes(
             rows=self._rows,
             names=tuple(call.fqn for call in self._calls),
@@ -248,9 +251,10 @@ class _Cut:
                 [(t := life.birth, life.n_bytes, segment[t], self._returned(t)) for life in gradients], dtype=np.int64
             ).reshape(-1, 4),
             sums=np.array(
-                [(row, *part) for row, life in enumerate(gradients) for part in self._added(life)], dtype=np.int64
+                [(n, *part) for n, life in enumerate(gradients) if life.name in several for part in self._added(life)],
+                dtype=np.int64,
             ).reshape(-1, 3),
-            parameters=tuple(self._parameters(kinds)),
+            parameters=parameters,
             buffer_bytes=sum(life.n_bytes for name, life in kinds[PARAMETERS].items() if name not in step.trained),
             batch_bytes=sum(life.n_bytes for life in step.lives if life.name == BATCH),
             frees_gradients=step.frees_gradients,
