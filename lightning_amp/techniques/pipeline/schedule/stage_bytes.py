@@ -100,7 +100,8 @@ def stage_bytes(
     is_last = end == len(passes.names)
     number = loss_bytes(passes) if to_the_end and is_last else 0
     returned = returned_bytes(passes) if alone else number
-    stays = result + returned if is_last else 0
+    # a result may be a part of a larger tensor, which is kept whole
+    stays = int(passes.n_bytes[list(passes.outputs[end - 1])].sum()) + returned if is_last else 0
     # a byte says which gradients are sent
     back = received + len(passes.outputs[start - 1]) if start else 0
     # the gradient that comes back from the next stage, or the loss, that times its weight, and its gradient, and the
