@@ -4,6 +4,7 @@ import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.techniques.pipeline.run.messages import Messages
 from lightning_amp.techniques.ranks.placeholders import Placeholders
 from tests.each import BEFORE_A_RELEASE
 from tests.lightning.pipeline.pipeline_cases import trainer_of
@@ -121,7 +123,7 @@ class Varied(Words):
         super().__init__()
         self.blocks = nn.ModuleList(self.block(turns=False) for _ in range(4)).double()
         self.token = nn.Parameter(torch.zeros(1, 1, WIDTH, dtype=torch.float64))
-        self.own = nn.Linear(WIDTH, WORDS, dtype=torch.float64)
+        self.own: nn.Module = nn.Linear(WIDTH, WORDS, dtype=torch.float64)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
         x = torch.cat([self.token.expand(len(batch["ids"]), -1, -1), self.words(batch["ids"])], 1)
@@ -134,6 +136,15 @@ class Varied(Words):
 
 class Parts(Varied):
     block = Part
+
+
+class Late(Varied):
+    """Most of its bytes follow the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, WORDS)]
+        self.own: nn.Module = nn.Sequential(*layers).double()
 
 
 def batch_of(kind: type[Model]) -> dict[str, Tensor]:
@@ -151,7 +162,7 @@ ORDERS, BOTH = ("gpipe", "1f1b", "interleaved"), ("pipeline", "pipeline,offload"
 EVERY: list[Case] = [
     *product((Words, Patches), ORDERS, BOTH),
     *product((Varied,), ORDERS, ("pipeline", "pipeline,recompute")),
-    *product((Parts,), ORDERS[:2], ("pipeline",)),
+    *product((Parts, Late), ORDERS[:2], ("pipeline",)),
     (Masked, "1f1b", "pipeline"),
 ]
 FEW: list[Case] = [
@@ -160,6 +171,7 @@ FEW: list[Case] = [
     (Words, "gpipe", "pipeline,offload"),
     *((Varied, order, "pipeline,recompute") for order in ("gpipe", "1f1b")),
     (Parts, "1f1b", "pipeline"),
+    (Late, "gpipe", "pipeline"),
     (Masked, "1f1b", "pipeline"),
 ]
 MORE: dict[Case, int] = {
@@ -211,3 +223,23 @@ def test_placeholders_take_no_memory() -> None:
         assert mode.of(torch.ones(4, 4)).exp().shape == (4, 4)
     # of the tensor with values
     assert live.peak == 4 * 4 * 4
+
+
+def gradients_on_their_way(rank: int, ranks: int) -> list[int]:
+    found, send_back = [], Messages.send_back
+
+    def counted(self: Any, stage: int, *given: Any) -> None:
+        send_back(self, stage, *given)
+        found[-1] = max(found[-1], sum(key >= self._stages for key, _ in self._sent))
+
+    for order in ORDERS:
+        found.append(0)
+        with patch.object(Messages, "send_back", counted):
+            peaks(rank, ranks, [(Varied, order, "pipeline")])
+    return found
+
+
+@pytest.mark.ranks
+def test_gradients_for_the_stage_before_are_kept_until_the_next_ones_are_sent(tmp_path: Path) -> None:
+    # an interleaved rank has one for each of its stages
+    assert run_ranks(gradients_on_their_way, 2, tmp_path) == [[0, 0, 1], [1, 1, 2]]
