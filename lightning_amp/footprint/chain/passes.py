@@ -87,7 +87,8 @@ class Passes:
         frees_gradients: Whether the last step's gradients are freed before this step.
         away: Bytes from which a storage that autograd keeps leaves for the host; None if all stay.
         draws: Why the batch cannot be cut into micro-batches; "" if no reason was detected.
-        draws_first: Whether random numbers may be drawn before the blocks.
+        draws_first: Operator that makes what is drawn first before the blocks, -1 if nothing is; 0 if numbers of Python
+            or NumPy are drawn, which every rank draws.
     """
 
     rows: int
@@ -122,7 +123,7 @@ class Passes:
     frees_gradients: bool = False
     away: int | None = None
     draws: str = ""
-    draws_first: bool = False
+    draws_first: int = -1
 
     def at(self, other: "Passes", rows: int) -> "Passes | None":
         """Interpolate passes for a batch of `rows` samples from two; None if these have equal rows or unlike forms."""
@@ -178,9 +179,8 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
     # a plan that was asked for may have no cut where it matters
     if reason := skips(step, calls):
         return reason
-    first = (life for life in step.lives if life.birth < calls[0].start)
-    # numbers of Python or NumPy may be drawn anywhere
-    draws_first = step.decides or any(id(life) in step.drawn for life in first)
+    drawn = (life.birth for life in step.lives if id(life) in step.drawn and life.birth < calls[0].start)
+    draws_first = 0 if step.decides else min(drawn, default=-1)
     found = _Cut(step, calls, rows, values).passes()
     return replace(found, draws=drawn_before(step, calls), draws_first=draws_first)
 

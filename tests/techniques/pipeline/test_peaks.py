@@ -126,8 +126,8 @@ class Varied(Words):
         self.own: nn.Module = nn.Linear(WIDTH, WORDS, dtype=torch.float64)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
-        x = torch.cat([self.token.expand(len(batch["ids"]), -1, -1), self.words(batch["ids"])], 1)
-        logits = self.own(self.body(F.dropout(x, 0.1)))[:, 1:]
+        x = torch.cat([self.token.expand(len(batch["ids"]), -1, -1), F.dropout(self.words(batch["ids"]), 0.1)], 1)
+        logits = self.own(self.body(x))[:, 1:]
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
     def configure_optimizers(self) -> Any:
@@ -139,12 +139,12 @@ class Parts(Varied):
 
 
 class Late(Varied):
-    """Most of its bytes follow the blocks."""
+    """Most of its bytes follow the blocks; the last rank has the words too, and draws for them."""
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, WORDS)]
-        self.own: nn.Module = nn.Sequential(*layers).double()
+        layers = [nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, WIDTH)]
+        self.own = nn.Sequential(*layers, self.head).double()
 
 
 def batch_of(kind: type[Model]) -> dict[str, Tensor]:

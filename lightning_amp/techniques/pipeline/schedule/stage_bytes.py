@@ -308,7 +308,8 @@ class _StageWalk:
         self._now += rest.gradients + rest.inputs + rest.returned
         # unless the inputs are not contiguous, which copies them; what the step draws before the blocks must not change
         # the loss, which runs once more
-        again = rest.silent if self._pipeline.whole.draws_first else 0
+        draws = rest_window(self._pipeline.whole, rank=self._segments).draws_first()
+        again = rest.silent if draws else 0
         self._reach(max(self._pipeline.whole.strided_bytes[-1], again) + DRAWS)
 
     def after(self) -> None:

@@ -77,6 +77,11 @@ class StageWindow:
         """Mask of what belongs to these segments, or to an autograd node made by operators that they need."""
         return ((segment >= self._start) & (segment < self._segments)) | np.isin(maker, self._needed)
 
+    def draws_first(self) -> bool:
+        """Whether the rank draws random numbers before its blocks; it draws nothing after a placeholder."""
+        first = self._passes.draws_first
+        return first == 0 or bool(self._before[self._passes.birth == first].any())
+
     def kept(self) -> int:
         """Bytes that autograd and the schedule keep after the forward pass."""
         return int(self._n_bytes[self._kept].sum())
