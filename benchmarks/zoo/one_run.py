@@ -50,6 +50,8 @@ class Probe(Clocked):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx < COUNTED:
             self.live, self.at = LiveBytes(), batch_idx
+            # each of the two is counted, not the smaller one
+            self.peaks.clear()
         super().on_train_batch_start(trainer, module, batch, batch_idx)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
