@@ -24,14 +24,8 @@ from lightning_amp._torch import has_no_values
 from lightning_amp.data.batch import tensors_in
 from lightning_amp.errors import ModelError, NoRoomToCountError
 from lightning_amp.footprint.bounded_step import StepOverBudget, of_transform, users_line, why_values
-from lightning_amp.footprint.copies.fake_copy import (
-    copy_of,
-    copy_of_data,
-    fake_batch,
-    length_of,
-    resized,
-    tensors_of_all,
-)
+from lightning_amp.footprint.copies.copy_batch import fake_batch, length_of, resized
+from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, tensors_of_all
 from lightning_amp.footprint.copies.known_values import OwnReads
 from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.footprint.copies.noted_values import GROWS, MOST_BEFORE, Answers, NoteTaker

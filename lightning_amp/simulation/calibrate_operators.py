@@ -22,7 +22,8 @@ from torch import nn
 from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.measured_operators import MeasuredOperators
 from lightning_amp.errors import ModelError, PlanError
-from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, length_of, map_tensors, resized
+from lightning_amp.footprint.copies.copy_batch import length_of, resized
+from lightning_amp.footprint.copies.fake_copy import copy_of, copy_of_data, map_tensors
 from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.footprint.live_bytes import moved_bytes
 from lightning_amp.footprint.operator_rates import OperatorRates

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 from lightning_amp import AMPStrategy, profile
 from lightning_amp.footprint.bounded_step import StepOverBudget
 from lightning_amp.footprint.copies.batch_values import AskedFakeTensor
-from lightning_amp.footprint.copies.fake_copy import fake_batch, without_values
+from lightning_amp.footprint.copies.copy_batch import fake_batch
+from lightning_amp.footprint.copies.fake_copy import without_values
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.live_bytes import LiveBytes
 from tests.any_module import QUIET, Meter

@@ -83,7 +83,7 @@ class ChainBuilder:
         self._uses: dict[int, list[Any]] = defaultdict(list)
         for use in step.uses:
             self._uses[id(use.life)].append(use)
-        self._spans = [self._span(i, call) for i, call in enumerate(step.calls)]
+        self._spans = [self._span(call) for call in step.calls]
         self._read_by: dict[int, list[int]] = defaultdict(list)
         self._made_by: dict[int, int] = {}
         for i, call in enumerate(step.calls):
@@ -125,7 +125,7 @@ class ChainBuilder:
             launch_seconds=self._step.launch_seconds,
         )
 
-    def _span(self, i: int, call: Any) -> _Span:
+    def _span(self, call: Any) -> _Span:
         own = self._is_backward & (self._orders >= call.first_order) & (self._orders < call.last_order)
         # gradients that are computed within the forward pass belong to it
         times = np.flatnonzero(own[call.end + 1 :]) + call.end + 1
@@ -134,9 +134,7 @@ class ChainBuilder:
         adds = self._is_backward & (self._orders == -1)
         while 0 <= back_end < self._length - 1 and len(times) and adds[back_end + 1]:
             back_end += 1
-        uses = [use for use in self._step.uses if use.call == i]
-        reads = [use.read for use in uses if use.read is not None and use.read > call.end]
-        asks = min(reads, default=back_start)
+        asks = back_start if call.asks is None else call.asks
         # one extra entry: a storage that lives to the last operator is subtracted one past it
         kept, dropped, again = np.zeros((3, call.end - call.start + 2), dtype=np.int64)
         back, twice = np.zeros((2, max(back_end - back_start + 2, 1)), dtype=np.int64)
@@ -147,7 +145,7 @@ class ChainBuilder:
             back_end=back_end,
             # a node may read without running an operator; the next operator may then belong to another block
             asks=min(max(asks, back_start), max(back_start, back_end)),
-            last_kept=max((use.start for use in uses), default=call.start - 1),
+            last_kept=call.last_kept,
             kept=kept,
             dropped=dropped,
             again=again,

@@ -19,7 +19,7 @@ from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_recorder import ChainRecorder
 from lightning_amp.footprint.chain.impossible_stages import impossible
 from lightning_amp.footprint.chain.passes import Passes, passes_of
-from lightning_amp.footprint.copies.fake_copy import length_of
+from lightning_amp.footprint.copies.copy_batch import length_of
 from lightning_amp.footprint.find_blocks import refuse_uncalled
 from lightning_amp.footprint.module_profile import REAL, ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates

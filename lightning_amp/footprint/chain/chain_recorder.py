@@ -65,13 +65,17 @@ class Use:
 class RecordedCall:
     """A forward pass of a block: operators [start, end], and autograd numbers [first_order, last_order).
 
-    `output_bytes` are those of its results, `strided_bytes` those of them that are not contiguous.
+    `output_bytes` are those of its results, `strided_bytes` those of them that are not contiguous. `last_kept` is the
+    last operator after which autograd saves a tensor, and `asks` that before which a backward pass first reads one:
+    a second forward pass stops and begins there. Parameters count, although they are in memory anyway.
     """
 
     fqn: str
     start: int
     given: BlockCall
     end: int = 0
+    last_kept: int = -1
+    asks: int | None = None
     first_order: int = 0
     last_order: int = 0
     seconds: float = 0.0
@@ -87,6 +91,7 @@ class _KeptTensor:
     """Object that autograd gets in place of a saved tensor."""
 
     use: Use | None
+    call: RecordedCall | None
     make: Callable[[], Tensor]
 
 
@@ -224,7 +229,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         if again or not self.watches_saved or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given = BlockCall.of(fqn, args, kwargs)
-        call = RecordedCall(fqn, len(self.work), given, fixed=fixed, first_order=autograd_order())
+        start = len(self.work)
+        call = RecordedCall(fqn, start, given, fixed=fixed, last_kept=start - 1, first_order=autograd_order())
         call.inputs = self._lives_of(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         # copies that are made to detect changes are not part of the step
         self._aside = True
@@ -323,22 +329,25 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def _keep(self, tensor: Tensor) -> _KeptTensor:
         """Record that autograd saves a tensor, and return the object that it keeps."""
         life, now = self._life_of(tensor), len(self.work) - 1
-        use = None
+        # a tensor that is saved in a backward pass belongs to a new graph, not to the forward pass of a block
+        use, number = None, None if autograd_node() is not None else self._open
+        call = None if number is None else self.calls[number]
+        if call is not None:
+            call.last_kept = now
         if life is not None and life.kind not in (PARAMETERS, GRADIENTS, STATE):
-            # a tensor that is saved in a backward pass belongs to a new graph, not to the forward pass of a block
-            use = Use(life, None if autograd_node() is not None else self._open, now)
+            use = Use(life, number, now)
             self.uses.append(use)
         if use is None or not isinstance(tensor, FakeTensor):
             # an alias: a node that holds its own result would form a reference cycle, and neither would be freed
             self._aside = True
             alias = tensor.detach()
             self._aside = False
-            kept = _KeptTensor(use, lambda: alias)
+            kept = _KeptTensor(use, call, lambda: alias)
         else:
             # not a closure over the tensor, which would keep it alive
             layout = tuple(tensor.shape), tensor.stride()
             empty = partial(torch.empty_strided, *layout, dtype=tensor.dtype, device=tensor.device)
-            kept = _KeptTensor(use, empty)
+            kept = _KeptTensor(use, call, empty)
         if use is not None:
             # autograd drops the packed object when it frees a node's saved tensors, which is the end of the use
             weakref.finalize(kept, self._let_go, use)
@@ -354,6 +363,8 @@ class ChainRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             given = kept.make()
         finally:
             self._aside = False
+        if kept.call is not None and kept.call.asks is None and self._open is None:
+            kept.call.asks = len(self.work)
         if kept.use is not None:
             if kept.use.read is None:
                 kept.use.read, node = len(self.work), autograd_node()

@@ -57,6 +57,8 @@ class Passes:
         names: Names of the K blocks.
         first: First forward operator of each segment, and one past the last forward operator, [K + 2].
         called: First operator of the forward pass of each block, [K].
+        last_kept: Last operator of it after which autograd saves a tensor, [K].
+        asks: Operator of the backward pass of each block before which a tensor of these is first read, [K]; 0 if none.
         segment: Segment of each operator of the backward pass, -1 for others, [operator].
         optimises: Whether an operator belongs to the optimizer step, [operator].
         seconds: Time of each operator, [operator].
@@ -85,12 +87,16 @@ class Passes:
         frees_gradients: Whether the last step's gradients are freed before this step.
         away: Bytes from which a storage that autograd keeps leaves for the host; None if all stay.
         draws: Why the batch cannot be cut into micro-batches; "" if no reason was detected.
+        draws_first: Operator that makes what is drawn first before the blocks, -1 if nothing is; 0 if numbers of Python
+            or NumPy are drawn, which every rank draws.
     """
 
     rows: int
     names: tuple[str, ...]
     first: Any
     called: Any
+    last_kept: Any
+    asks: Any
     segment: Any
     optimises: Any
     seconds: Any
@@ -117,6 +123,7 @@ class Passes:
     frees_gradients: bool = False
     away: int | None = None
     draws: str = ""
+    draws_first: int = -1
 
     def at(self, other: "Passes", rows: int) -> "Passes | None":
         """Interpolate passes for a batch of `rows` samples from two; None if these have equal rows or unlike forms."""
@@ -172,7 +179,10 @@ def passes_of(step: Any, names: Sequence[str], *, rows: int, values: bool) -> "P
     # a plan that was asked for may have no cut where it matters
     if reason := skips(step, calls):
         return reason
-    return replace(_Cut(step, calls, rows, values).passes(), draws=drawn_before(step, calls))
+    drawn = (life.birth for life in step.lives if id(life) in step.drawn and life.birth < calls[0].start)
+    draws_first = 0 if step.decides else min(drawn, default=-1)
+    found = _Cut(step, calls, rows, values).passes()
+    return replace(found, draws=drawn_before(step, calls), draws_first=draws_first)
 
 
 class _Cut:
@@ -208,11 +218,16 @@ class _Cut:
         }
         # a gradient born at 0 exists before the step, and is only added to
         gradients = [life for life in kinds[GRADIENTS].values() if life.birth and segment[life.birth] >= 0]
+        parameters = tuple(self._parameters(kinds))
+        # of others, a gradient that is the sum of two may be the gradient of activations, or a view of it
+        several = {f"{p.name}.grad" for p in parameters if len(p.segments) > 1}
         return Passes(
             rows=self._rows,
             names=tuple(call.fqn for call in self._calls),
             first=self._first,
-            called=np.array([call.start for call in self._calls]),
+            called=_whole(call.start for call in self._calls),
+            last_kept=_whole(call.last_kept for call in self._calls),
+            asks=_whole(call.asks or 0 for call in self._calls),
             segment=segment,
             optimises=np.array([phase == OPTIMISER for phase in self._phases]),
             seconds=np.array(step.took),
@@ -236,9 +251,10 @@ class _Cut:
                 [(t := life.birth, life.n_bytes, segment[t], self._returned(t)) for life in gradients], dtype=np.int64
             ).reshape(-1, 4),
             sums=np.array(
-                [(row, *part) for row, life in enumerate(gradients) for part in self._added(life)], dtype=np.int64
+                [(n, *part) for n, life in enumerate(gradients) if life.name in several for part in self._added(life)],
+                dtype=np.int64,
             ).reshape(-1, 3),
-            parameters=tuple(self._parameters(kinds)),
+            parameters=parameters,
             buffer_bytes=sum(life.n_bytes for name, life in kinds[PARAMETERS].items() if name not in step.trained),
             batch_bytes=sum(life.n_bytes for life in step.lives if life.name == BATCH),
             frees_gradients=step.frees_gradients,

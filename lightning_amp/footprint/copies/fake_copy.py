@@ -331,39 +331,6 @@ def fake_tensor(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
     return found
 
 
-def length_of(batch: Any) -> int | None:
-    """Return the length of the first dimension of more than half of a batch's tensors; None if there is none."""
-    found = [tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()]
-    return next((length for length in set(found) if 2 * found.count(length) > len(found)), None)
-
-
-def resized(batch: Any, batch_size: int | None) -> Any:
-    """Copy the batch; given a length, repeat or cut the rows of tensors that have the batch's length."""
-    length = length_of(batch)
-
-    def copied(_: str, tensor: Tensor) -> Tensor:
-        if batch_size is None or not tensor.dim() or tensor.shape[0] != length or tensor.is_meta:
-            return tensor.clone()
-        return tensor[torch.arange(batch_size, device=tensor.device) % length]
-
-    return map_tensors(batch, copied)
-
-
-def fake_batch(batch: Any, fake: FakeTensorMode, batch_size: int | None) -> Any:
-    """Convert a batch to fake tensors, of another length if one is given."""
-
-    def made(path: str, tensor: Tensor) -> Tensor:
-        found = fake_tensor(tensor, fake)
-        # masks, also of real numbers, and indices may decide what a step computes
-        if not has_no_values(tensor):
-            give_values(found, tensor, path)
-        return found
-
-    found = map_tensors(batch, made)
-    with fake:
-        return found if batch_size is None else resized(found, batch_size)
-
-
 def map_tensors(values: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
     """Map the tensors of a batch by (path, tensor) in mappings, lists, tuples and dataclasses; share other objects."""
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from lightning_amp.data.files.directory import written_aside
 from lightning_amp.errors import DataError, InstallError
-from lightning_amp.footprint.copies.fake_copy import length_of
+from lightning_amp.footprint.copies.copy_batch import length_of
 from lightning_amp.footprint.host_state import on_device
 from lightning_amp.footprint.live_bytes import LiveBytes
 from lightning_amp.footprint.module_profile import REAL, ModuleProfile, summarize

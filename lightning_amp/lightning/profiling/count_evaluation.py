@@ -21,7 +21,8 @@ from lightning_amp.costs.device_rates import CPU_CORE, Rates
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.bounded_step import BoundedStep, why_values
-from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch, length_of, resized, without_values
+from lightning_amp.footprint.copies.copy_batch import fake_batch, length_of, resized
+from lightning_amp.footprint.copies.fake_copy import copy_of, without_values
 from lightning_amp.footprint.copies.no_side_effects import without_side_effects
 from lightning_amp.footprint.copies.noted_values import Answers, NoteTaker
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes

@@ -29,7 +29,7 @@ from lightning_amp.costs.device_rates import Rates
 from lightning_amp.costs.rule import Rule
 from lightning_amp.errors import AmpError, DataError, PlanError
 from lightning_amp.footprint.confirm_count import Shape, shapes_of
-from lightning_amp.footprint.copies.fake_copy import length_of
+from lightning_amp.footprint.copies.copy_batch import length_of
 from lightning_amp.footprint.live_bytes import has_storage
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.installing.install import overlap

@@ -23,7 +23,7 @@ from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.chain.chain import Chain
 from lightning_amp.footprint.chain.chain_of import CountedStep, count_step
 from lightning_amp.footprint.confirm_count import Shape, shapes_of
-from lightning_amp.footprint.copies.fake_copy import length_of
+from lightning_amp.footprint.copies.copy_batch import length_of
 from lightning_amp.footprint.copies.noted_values import Answers
 from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.footprint.operator_rates import OperatorRates

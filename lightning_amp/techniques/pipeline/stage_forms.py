@@ -1,14 +1,14 @@
 """Choose which blocks of a pipeline's stages are recomputed, and predict the step with them.
 
 `computed_again` converts a recorded step without recomputation into one with it: what autograd keeps of a recomputed
-block is freed after its forward pass, and all operators of its forward pass are repeated, with separate storages,
-before the first operator of its backward pass. The stage's bytes and seconds are then computed as usual.
+block is freed after its forward pass. The operators of its forward pass up to the last tensor that autograd saves are
+repeated, with separate storages, before its backward pass first reads such a tensor. The stage's bytes and seconds are
+then computed as usual.
 
     which    on each rank over the budget the fewest blocks with which it fits, in the order of bytes saved per second;
              all of them if that is not enough
 
-Known limits: the second forward pass is counted to its end, although it stops after the last tensor that is needed.
-Blocks are chosen in a fixed order, which need not be optimal.
+Known limit: blocks are chosen in a fixed order, which need not be optimal.
 """
 
 from collections.abc import Collection, Sequence
@@ -79,14 +79,14 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
     """Return the step with some blocks recomputed."""
     back = {i: np.flatnonzero(passes.segment == i) for i in blocks}
     # in the order of their backward passes; a block without one is not recomputed
-    listed = sorted((int(times[0]), i) for i, times in back.items() if len(times))
+    listed = sorted((int(np.clip(passes.asks[i], times[0], times[-1])), i) for i, times in back.items() if len(times))
     starts = np.array([start for start, _ in listed], dtype=np.int64)
-    lengths = np.array([passes.first[i + 1] - passes.called[i] for _, i in listed], dtype=np.int64)
+    lengths = np.array([passes.last_kept[i] + 1 - passes.called[i] for _, i in listed], dtype=np.int64)
     added = np.concatenate([[0], np.cumsum(lengths)])
 
     # maps a time to its place after the repeated forward passes are inserted
     def later(t: Any) -> Any:
-        # side="right": the first operator of a backward pass moves behind the forward pass that is inserted before it.
+        # side="right": the first operator that reads moves behind the forward pass that is inserted before it
         return t + added[np.searchsorted(starts, t, side="right")]
 
     places = later(np.arange(len(passes.segment)))
@@ -101,13 +101,13 @@ def computed_again(passes: Passes, blocks: Collection[int]) -> Passes:
     gradients[:, 3], sums[:, 2] = later(gradients[:, 3] - 1) + 1, later(sums[:, 2] - 1) + 1
     births, ends, sizes = [later(passes.birth)], [later(passes.held)], [passes.n_bytes]
     for (_, i), start in zip(listed, starts + added[:-1], strict=True):
-        begin, end = int(passes.called[i]), int(passes.first[i + 1])
+        begin, end = int(passes.called[i]), int(passes.last_kept[i]) + 1
         segment[start : start + end - begin] = i
         seconds[start : start + end - begin] = passes.seconds[begin:end]
-        own = _made_by(passes, i)
+        own = _made_by(passes, i) & (passes.birth < end)
         of_own = (uses[:, 1] == i) & own[uses[:, 0]]
-        # A storage of the second pass lives as in the first one, or until the backward pass has read it. The second
-        # copy of the block's result is freed at the end of the second pass, because no later operator reads it.
+        # a storage of the second pass lives as in the first one, to its end at most, or until the backward pass has
+        # read it
         until = start - begin + np.minimum(passes.held, end - 1)
         np.maximum.at(until, uses[of_own, 0], uses[of_own, 2])
         births.append(start - begin + passes.birth[own])

@@ -51,6 +51,8 @@ def passes(
         names=tuple(f"blocks.{i}" for i in range(blocks)),
         first=np.array([0, *range(2, blocks + 2), blocks + 2]),
         called=np.arange(1, blocks + 1),
+        last_kept=np.arange(1, blocks + 1),
+        asks=np.array([backward_of[i] for i in range(blocks)]),
         segment=segment,
         optimises=np.arange(2 * blocks + 4) == 2 * blocks + 3,
         seconds=took,

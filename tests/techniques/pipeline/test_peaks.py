@@ -4,6 +4,7 @@ import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_amp.footprint.live_bytes import LiveBytes
+from lightning_amp.techniques.pipeline.run.messages import Messages
 from lightning_amp.techniques.ranks.placeholders import Placeholders
 from tests.each import BEFORE_A_RELEASE
 from tests.lightning.pipeline.pipeline_cases import trainer_of
@@ -37,6 +39,8 @@ class Residual(nn.Module):
 
 
 class Model(pl.LightningModule):
+    micro_batches = 4
+
     def __init__(self, *, turns: bool) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -90,21 +94,84 @@ class Masked(Words):
         return super().training_step(batch, batch_idx)
 
 
+class Scaled(Residual):
+    """Its backward pass begins, and its forward pass ends, with products of which autograd saves nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) * 0.5
+        return torch.stack([x, x]).sum(0)
+
+
+class Part(Residual):
+    """Returns a part of a larger tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super().forward(x)] * 3, -1)[..., :WIDTH]
+
+
+class Varied(Words):
+    """One sample at a time, words that are their own labels, a token before all, dropout before the blocks.
+
+    The gradient of the token is a view of that of all words, in one sample, and the loss runs again to see that it does
+    not depend on what was drawn.
+    """
+
+    micro_batches = SAMPLES
+    block: type[Residual] = Scaled
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block(turns=False) for _ in range(4)).double()
+        self.token = nn.Parameter(torch.zeros(1, 1, WIDTH, dtype=torch.float64))
+        self.own: nn.Module = nn.Linear(WIDTH, WORDS, dtype=torch.float64)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        x = torch.cat([self.token.expand(len(batch["ids"]), -1, -1), F.dropout(self.words(batch["ids"]), 0.1)], 1)
+        logits = self.own(self.body(x))[:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=True)
+
+
+class Parts(Varied):
+    block = Part
+
+
+class Late(Varied):
+    """Most of its bytes follow the blocks; the last rank has the words too, and draws for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, WIDTH)]
+        self.own = nn.Sequential(*layers, self.head).double()
+
+
 def batch_of(kind: type[Model]) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(2)
     if kind is Patches:
         images = torch.randn(SAMPLES, 3, 48, 48, generator=draw, dtype=torch.float64)
         return {"images": images, "labels": torch.randint(4, (SAMPLES,), generator=draw)}
+    if issubclass(kind, Varied):
+        return dict.fromkeys(("ids", "labels"), torch.randint(WORDS, (SAMPLES, LENGTH), generator=draw))
     return {key: torch.randint(WORDS, (SAMPLES, LENGTH), generator=draw) for key in ("ids", "labels")}
 
 
 Case = tuple[type[Model], str, str]
 ORDERS, BOTH = ("gpipe", "1f1b", "interleaved"), ("pipeline", "pipeline,offload")
-EVERY: list[Case] = [*product((Words, Patches), ORDERS, BOTH), (Masked, "1f1b", "pipeline")]
+EVERY: list[Case] = [
+    *product((Words, Patches), ORDERS, BOTH),
+    *product((Varied,), ORDERS, ("pipeline", "pipeline,recompute")),
+    *product((Parts, Late), ORDERS[:2], ("pipeline",)),
+    (Masked, "1f1b", "pipeline"),
+]
 FEW: list[Case] = [
     *((Words, "1f1b", names) for names in BOTH),
     *((Patches, order, "pipeline") for order in ("gpipe", "1f1b")),
     (Words, "gpipe", "pipeline,offload"),
+    *((Varied, order, "pipeline,recompute") for order in ("gpipe", "1f1b")),
+    (Parts, "1f1b", "pipeline"),
+    (Late, "gpipe", "pipeline"),
     (Masked, "1f1b", "pipeline"),
 ]
 MORE: dict[Case, int] = {
@@ -121,7 +188,7 @@ def peaks(rank: int, ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
         warnings.simplefilter("ignore")
         seed_everything(3, verbose=False)
         meter = Noted()
-        settings = {"strategies": names, "schedule": order, "micro_batches": 4}
+        settings = {"strategies": names, "schedule": order, "micro_batches": kind.micro_batches}
         trainer = trainer_of((rank, ranks), settings, {"callbacks": [meter]})
         batches: Any = [batch_of(kind) for _ in range(3)]
         trainer.fit(kind(), DataLoader(batches, batch_size=None))
@@ -156,3 +223,23 @@ def test_placeholders_take_no_memory() -> None:
         assert mode.of(torch.ones(4, 4)).exp().shape == (4, 4)
     # of the tensor with values
     assert live.peak == 4 * 4 * 4
+
+
+def gradients_on_their_way(rank: int, ranks: int) -> list[int]:
+    found, send_back = [], Messages.send_back
+
+    def counted(self: Any, stage: int, *given: Any) -> None:
+        send_back(self, stage, *given)
+        found[-1] = max(found[-1], sum(key >= self._stages for key, _ in self._sent))
+
+    for order in ORDERS:
+        found.append(0)
+        with patch.object(Messages, "send_back", counted):
+            peaks(rank, ranks, [(Varied, order, "pipeline")])
+    return found
+
+
+@pytest.mark.ranks
+def test_gradients_for_the_stage_before_are_kept_until_the_next_ones_are_sent(tmp_path: Path) -> None:
+    # an interleaved rank has one for each of its stages
+    assert run_ranks(gradients_on_their_way, 2, tmp_path) == [[0, 0, 1], [1, 1, 2]]

@@ -17,7 +17,8 @@ from lightning_amp.errors import AmpError, ModelError
 from lightning_amp.footprint.bounded_step import why_values
 from lightning_amp.footprint.chain.block_call import BlockCall
 from lightning_amp.footprint.chain.chain import group_reasons
-from lightning_amp.footprint.copies.fake_copy import copy_of, fake_batch
+from lightning_amp.footprint.copies.copy_batch import fake_batch
+from lightning_amp.footprint.copies.fake_copy import copy_of
 from lightning_amp.footprint.copies.quick_fakes import QuickFakes
 from lightning_amp.footprint.find_blocks import find_blocks
 from lightning_amp.footprint.forward_overrides import Override, Position, add_override, overrides_of, remove_override

@@ -88,6 +88,7 @@ class Messages:
         # micro-batch
         self._sent = defaultdict[tuple[int, int], list[tuple[Work | None, Tensor]]](list)
         self._shared: list[tuple[Tensor, int]] = []
+        self._sent_back: dict[int, tuple[int, int]] = {}
 
     def send_on(self, stage: int, micro_batch: int, result: Any) -> None:
         """Send the result of a stage's last block, and the random state, to the next stage."""
@@ -152,13 +153,20 @@ class Messages:
                 )
 
     def send_back(self, stage: int, micro_batch: int, leaves: Sequence[Tensor]) -> None:
-        """Send the existing gradients of what a stage has received to the stage before."""
+        """Send the existing gradients of what a stage has received to the stage before.
+
+        First wait until those of the micro-batch before have arrived, and free them: a stage is one micro-batch ahead
+        of the stage before at most, which has its next gradients in any case.
+        """
+        if stage in self._sent_back:
+            self._let_go(self._sent_back[stage])
+        self._sent_back[stage] = key = self._stages + stage, micro_batch
         # with zeros instead of no gradient, an optimiser with weight decay would change a parameter
         there = torch.tensor([leaf.grad is not None for leaf in leaves], dtype=torch.uint8)
         # Tag 0 is the list of existing gradients, so that the receiver does not wait for a gradient that is not sent.
         for i, value in enumerate([there, *(leaf.grad for leaf in leaves)]):
             if value is not None and leaves:
-                self._send(value, stage - 1, (self._stages + stage, micro_batch), i)
+                self._send(value, stage - 1, key, i)
 
     def receive_back(self, stage: int, micro_batch: int, result: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Receive gradients of a stage's results; returns the results that have one, and these gradients."""

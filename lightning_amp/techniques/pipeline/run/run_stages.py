@@ -204,10 +204,11 @@ class Stages:
         returned = self.run_rest(rest.step, cut_off, seed=rest.seed)
         _refuse_placeholders(returned)
         loss = loss_of(returned)
-        if not torch.equal(before, self.walk.random_state_before):
-            self._refuse_drawn(rest, cut_off, loss)
         with torch.autocast(self.device.type, enabled=False):
             loss.backward()  # type: ignore[no-untyped-call]
+        # after the backward pass, which frees the graph
+        if not torch.equal(before, self.walk.random_state_before):
+            self._refuse_drawn(rest, cut_off, loss)
         ran.results = cut_off
         ran.returned = [detached(returned)]
 

@@ -8,7 +8,7 @@
     backward pass   what is in flight minus what was read for the last time, temporaries, the received gradient;
                     gradients of parameters, from the second micro-batch on twice until they are added
     sent            results of a stage, in copies where they are not contiguous, until their gradients come; gradients
-                    of what it received until the step ends
+                    of what it received until those of the next micro-batch are sent
     last stage      results of all micro-batches, and their losses; under gpipe what follows the blocks, forward and
                     backward, for the full batch, and the gradients of its inputs; otherwise what follows them once
                     more without gradients
@@ -22,6 +22,7 @@ Known limits: metrics are not included; all micro-batches count as the largest o
 after the blocks runs that part several times, one after the other.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -99,7 +100,8 @@ def stage_bytes(
     is_last = end == len(passes.names)
     number = loss_bytes(passes) if to_the_end and is_last else 0
     returned = returned_bytes(passes) if alone else number
-    stays = result + returned if is_last else 0
+    # a result may be a part of a larger tensor, which is kept whole
+    stays = int(passes.n_bytes[list(passes.outputs[end - 1])].sum()) + returned if is_last else 0
     # a byte says which gradients are sent
     back = received + len(passes.outputs[start - 1]) if start else 0
     # the gradient that comes back from the next stage, or the loss, that times its weight, and its gradient, and the
@@ -246,8 +248,11 @@ class _StageWalk:
     def __init__(self, pipeline: Pipeline, rank: int) -> None:
         self._pipeline, self._rank = pipeline, rank
         self._held = _held(pipeline, rank)
-        self._gradients = sum(p.gradient_bytes for p in self._held)
         whole = pipeline.whole
+        # a gradient may be a view of a larger tensor, whose size depends on the micro-batch
+        made = {p.name: p.gradient_bytes for p in pipeline.part.parameters}
+        first = {p.name for p in self._held if pipeline.at_once and len(whole.names) in p.segments}
+        self._gradients = sum(p.gradient_bytes if p.name in first else made[p.name] for p in self._held)
         self._last = len(pipeline.ends) - 1
         kept = sum(p.n_bytes + p.state_bytes for p in self._held)
         self._always = kept + whole.buffer_bytes + whole.batch_bytes
@@ -257,7 +262,7 @@ class _StageWalk:
         self._always += (2 if ends_here and not pipeline.at_once else 1) * DRAWS
         self._now = self.most = self._always
         self._begun: set[int] = set()
-        self._came = self._sent = 0
+        self._came, self._sent_back = 0, dict[int, int]()
         self._stages = lru_cache(maxsize=None)(self._stage)
         self._rest_done = False
 
@@ -287,8 +292,10 @@ class _StageWalk:
             came = min(self._gradients - self._came, own.gradients)
             self._came += came
             self._now += came
-        self._sent += own.sent_back
-        self._now += own.sent_back + own.stays
+        # those of the micro-batch before are freed now
+        self._reach(own.sent_back)
+        self._now += own.sent_back - self._sent_back.get(stage, 0) + own.stays
+        self._sent_back[stage] = own.sent_back
 
     def _rest(self) -> None:
         rest = rest_bytes(self._pipeline.whole, rank=self._segments)
@@ -299,13 +306,16 @@ class _StageWalk:
         self._came += rest.gradients
         # the gradients of its inputs are views of one tensor
         self._now += rest.gradients + rest.inputs + rest.returned
-        # unless the inputs are not contiguous, which copies them
-        self._reach(self._pipeline.whole.strided_bytes[-1] + DRAWS)
+        # unless the inputs are not contiguous, which copies them; what the step draws before the blocks must not change
+        # the loss, which runs once more
+        draws = rest_window(self._pipeline.whole, rank=self._segments).draws_first()
+        again = rest.silent if draws else 0
+        self._reach(max(self._pipeline.whole.strided_bytes[-1], again) + DRAWS)
 
     def after(self) -> None:
         pipeline, whole = self._pipeline, self._pipeline.whole
-        # sent gradients are kept until `Messages.wait`, after the last pass, even if they arrived earlier
-        self._now -= self._sent
+        # the last ones are kept until `Messages.wait`
+        self._now -= sum(self._sent_back.values())
         self._reach(self._tied())
         last = self._last % len(pipeline.orders) == self._rank
         if last and not pipeline.alone and not pipeline.at_once:
@@ -339,8 +349,17 @@ class _StageWalk:
         if not len(times):
             return 0
         begin, length = int(times[0]), int(times[-1]) + 1 - int(times[0])
-        here = (whole.birth >= begin) & np.isin(whole.n_bytes, [p.n_bytes for p in self._held])
-        return int(bytes_alive(whole.birth[here] - begin, whole.held[here] - begin, whole.n_bytes[here], length).max())
+        here, every = Counter(p.n_bytes for p in self._held), Counter(p.n_bytes for p in whole.parameters)
+        made = np.flatnonzero(whole.birth >= begin)
+        at_once, seen = Counter(zip(whole.birth[made], whole.n_bytes[made], strict=True)), Counter[tuple[int, int]]()
+        own = list[int]()
+        for i in made:
+            key = whole.birth[i], whole.n_bytes[i]
+            seen[key] += 1
+            # an operator for all parameters at once makes fewer tensors on a rank that holds some of them
+            if seen[key] <= (here[key[1]] if at_once[key] == every[key[1]] else at_once[key] * (here[key[1]] > 0)):
+                own.append(int(i))
+        return int(bytes_alive(whole.birth[own] - begin, whole.held[own] - begin, whole.n_bytes[own], length).max())
 
     def _stage(self, stage: int) -> StageBytes:
         start, end = self._pipeline.runs[stage]

@@ -57,8 +57,13 @@ class StageWindow:
         self._graph[graph] = True
         own = (passes.birth >= begin) & (passes.birth < stop)
         self._here = own | shared
-        # received from the segment before
-        self._here[list(passes.outputs[start - 1]) if start else []] = True
+        # received from the segment before: a tensor has memory of its own, also if it was a part of a larger one
+        received = list(passes.outputs[start - 1]) if start else []
+        self._here[received] = True
+        self._n_bytes = passes.n_bytes
+        if len(received) == 1:
+            self._n_bytes = passes.n_bytes.copy()
+            self._n_bytes[received] = passes.sent_bytes[start - 1]
         # in the order in which autograd saves them; also of what the rank computes before its blocks
         saved = passes.uses[self._is_own(passes.uses[:, 1], passes.uses[:, 3]) | np.isin(passes.uses[:, 3], present), 0]
         leaves = self._here & passes.may_leave()
@@ -72,9 +77,14 @@ class StageWindow:
         """Mask of what belongs to these segments, or to an autograd node made by operators that they need."""
         return ((segment >= self._start) & (segment < self._segments)) | np.isin(maker, self._needed)
 
+    def draws_first(self) -> bool:
+        """Whether the rank draws random numbers before its blocks; it draws nothing after a placeholder."""
+        first = self._passes.draws_first
+        return first == 0 or bool(self._before[self._passes.birth == first].any())
+
     def kept(self) -> int:
         """Bytes that autograd and the schedule keep after the forward pass."""
-        return int(self._passes.n_bytes[self._kept].sum())
+        return int(self._n_bytes[self._kept].sum())
 
     def forward(self, *, silent: bool = False) -> int:
         """Peak bytes of the forward pass, including what precedes it.
@@ -92,7 +102,7 @@ class StageWindow:
         # received tensors exist from the first operator on
         birth = np.where(before, passes.birth, np.maximum(passes.birth, self._begin))
         first, last = (np.searchsorted(times, t, side="right") - 1 for t in (birth[here], until[here]))
-        return int(bytes_alive(first, last, passes.n_bytes[here], len(times)).max(initial=0))
+        return int(bytes_alive(first, last, self._n_bytes[here], len(times)).max(initial=0))
 
     def backward(self) -> tuple[int, int]:
         """Peak bytes of the backward pass: with gradients that stay, and with gradients freed once they are added."""
@@ -113,7 +123,7 @@ class StageWindow:
         until = np.where(made, passes.held, self._until)
         gradients = self._gradients(own, made, until)
         here = made | self._kept | back
-        others = bytes_alive(birth[here], place(until[here]), passes.n_bytes[here], length)
+        others = bytes_alive(birth[here], place(until[here]), self._n_bytes[here], length)
         if not len(gradients):
             return int(others.max()), int(others.max())
         born = place(gradients[:, 0])
