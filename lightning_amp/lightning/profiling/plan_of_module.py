@@ -25,7 +25,7 @@ from lightning_amp.lightning.profiling.make_step_plan import StepPlan, make_step
 from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.planning.base.plan_request import PlanRequest, StepRequest
+from lightning_amp.planning.base.plan_request import PlanRequest, StepRequest, compile_option
 from lightning_amp.planning.base.rules import without_shared_statistics
 from lightning_amp.planning.modules.on_device import Device
 from lightning_amp.planning.plan.plan import Plan
@@ -217,7 +217,7 @@ class Planner:
             )
 
     def _inputs(self, n: int, sizes: Sizes | None = None) -> PlanRequest:
-        data, shape, notes = sizes or self._sizes
+        (data, shape, notes), policy = sizes or self._sizes, self._request["policy"]
         return PlanRequest(
             data=data,
             shape=replace(shape, profiled=not shape.decoder),
@@ -226,13 +226,13 @@ class Planner:
             node_devices=self._request.get("node_devices"),
             memory=self._memory_on(n),
             memory_named=self._request["device_memory"] is not None,
-            policy=self._request["policy"],
+            policy=policy,
             strategies=self._ids if self._named else None,
             model_parallel_size=self._size,
             micro_batches=self._options.get("micro_batches"),
             speeds=self._speeds if n == self._devices else (),
             steps=self._steps,
-            compile=self._options.get("compile") or False,
+            compile=compile_option(self._options.get("compile"), chooses=policy == "auto" and not self._named),
             notes=tuple(notes),
             check=self._check,
             **vars(self._request_of_step(n)),

@@ -32,7 +32,7 @@ from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE
-from lightning_amp.planning.base.plan_request import PlanRequest, StepRequest
+from lightning_amp.planning.base.plan_request import PlanRequest, StepRequest, compile_option
 from lightning_amp.planning.modules.on_device import Device
 from lightning_amp.planning.modules.plan_module import counted_rules
 from lightning_amp.planning.plan.plan import Plan
@@ -198,8 +198,7 @@ class PlanningContext:
             micro_batches=request.micro_batches,
             speeds=self.speeds,
             steps=self.steps,
-            # "auto" compiles where the policy chooses everything else
-            compile=request.compile if request.compile != "auto" or request.chooses else False,
+            compile=compile_option(request.compile, chooses=request.chooses),
             steps_of_run=self.steps_of_run,
             notes=(*note, *notes),
             **vars(self._request_of_step),

@@ -116,6 +116,11 @@ class PlanRequest(StepRequest):
         return self.policy if self.strategies is None else "strategies"
 
 
+def compile_option(option: Literal["auto"] | bool | None, *, chooses: bool) -> Literal["auto"] | bool:
+    """Return the option `compile` of a request: "auto" compiles only where policy "auto" `chooses` all techniques."""
+    return option or False if option != "auto" or chooses else False
+
+
 def check_request(
     *,
     devices: int,
