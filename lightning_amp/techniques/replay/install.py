@@ -18,6 +18,7 @@ from lightning_amp.footprint.module_profile import GRADIENTS
 from lightning_amp.footprint.profile_module import counted_step
 from lightning_amp.footprint.run.inner_run import EnoughSeen
 from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.techniques.checks.planned_operators import PlannedOperators
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import StepToPlan
 from lightning_amp.techniques.put_methods import method_of, put_methods, refuse_unseen
@@ -32,16 +33,20 @@ def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:
     refuse_unseen("replay", module)
     # the replays of the first call are compared with the saved values
     step, first = method_of(module, "training_step"), iter((True,))
+    planned = PlannedOperators("replay", spec.operators)
 
     @wraps(step)
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return step(module, *args, **kwargs)
-        tape = Tape(
-            spec.segments, keeps=spec.places_kept, views=spec.views, window=spec.window, compares=next(first, False)
-        )
+        begins = next(first, False)
+        tape = Tape(spec.segments, keeps=spec.places_kept, views=spec.views, window=spec.window, compares=begins)
         with recorded(tape, module):
-            return step(module, *args, **kwargs)
+            loss = step(module, *args, **kwargs)
+        # objects that a module makes only once are not part of the recorded step, nor of those after the first
+        if not begins:
+            planned.compare(tape.ran, module)
+        return loss
 
     return Change({}, methods={"training_step": run})
 

@@ -16,6 +16,7 @@ from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.live_bytes import has_storage, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import bytes_alive
 from lightning_amp.footprint.operator_rates import OperatorRates
+from lightning_amp.techniques.checks.planned_operators import as_text
 from lightning_amp.techniques.replay.choose_cuts import Array, Level, Stretches
 from lightning_amp.techniques.replay.recorded import Operator
 from lightning_amp.techniques.replay.segment import Handle, Kept, how_of
@@ -221,6 +222,7 @@ def stretches_of(look: Look, *, gradient_bytes: int = 0) -> Stretches:
         borders=tuple(crossed.tolist()),
         barred=tuple(np.union1d(crossed, storages.stretch(np.array(barred, int))).tolist()),
         views=look.views,
+        operators=as_text(look.ran),
         why_nothing=look.why_nothing,
         # the plain step takes no more there than at its peak
         gradients=np.minimum(gradients - gradient_bytes, all_saved[0, -1] - all_saved[0]).clip(0),
