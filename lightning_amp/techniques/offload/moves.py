@@ -55,6 +55,7 @@ class Moves:
         pool: Host memory.
         candidates: Bytes of the storages of the last step that may leave, by their numbers.
         sizes: Bytes of the storages that left in it, in this order.
+        batch_bytes: Bytes of its arguments.
         came_bytes: Bytes that came back since it began.
         gone: Storages of which no saved tensor exists.
         watcher: What is told of the storages in a count.
@@ -69,7 +70,7 @@ class Moves:
     def __init__(self, *, least_bytes: int, leaves: Collection[int] | None, window: int, limit: int | None) -> None:
         self.pool = HostPool(limit)
         self.candidates, self.sizes = list[int](), list[int]()
-        self.came_bytes = 0
+        self.came_bytes = self.batch_bytes = 0
         self.gone = deque[Left]()
         self.watcher: Watcher | None = None
         self._least, self._leaves, self._window = least_bytes, leaves, window

@@ -16,7 +16,7 @@ from lightning_amp._torch import autograd_node
 from lightning_amp.footprint.live_bytes import has_storage, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import bytes_alive
 from lightning_amp.footprint.operator_rates import OperatorRates
-from lightning_amp.techniques.checks.planned_operators import as_text
+from lightning_amp.techniques.checks.planned_order import as_text
 from lightning_amp.techniques.replay.choose_cuts import Array, Level, Stretches
 from lightning_amp.techniques.replay.recorded import Operator
 from lightning_amp.techniques.replay.segment import Handle, Kept, how_of

@@ -1,0 +1,59 @@
+"""Compare the order in which a step does something with that of the count that its plan was made by, and warn once.
+
+A plan may give places to operators, or numbers to tensors that are saved. They hold for one order. In another one, as
+after a branch on a value or with a kernel of another layout, they mean others: results stay exact, and the peak may
+differ from the predicted one.
+"""
+
+import base64
+import warnings
+import zlib
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+
+from lightning_amp._torch import has_no_values
+
+
+def as_text(order: Iterable[Any]) -> str:
+    """Return names or numbers in the text form of a plan, compressed: a network repeats them."""
+    return base64.b64encode(zlib.compress("\n".join(map(str, order)).encode(), 9)).decode()
+
+
+def items_in(text: str) -> list[str]:
+    """Return the names or numbers in the text of a plan."""
+    return zlib.decompress(base64.b64decode(text)).decode().split("\n")
+
+
+class PlannedOrder:
+    """The order of a plan.
+
+    Args:
+        text: It in the form of a plan; "" for a plan of an earlier version, with which nothing is compared.
+        says: The warning, with the fields `place`, `found` and `planned` of the first difference.
+    """
+
+    def __init__(self, text: str, says: str) -> None:
+        self._text, self._says = text, says
+        # what was equal last: comparing objects takes a fraction of the time of their names
+        self._equal: list[Any] | None = None
+        self._warned = not text
+
+    def compare(self, found: Sequence[Any], held: Iterable[Tensor]) -> None:
+        """Warn if a step has another order, unless that was said before or the tensors that it holds are fake."""
+        if self._warned or found == self._equal:
+            return
+        pairs = zip_longest(items_in(self._text), map(str, found))
+        unlike = next(((place, *pair) for place, pair in enumerate(pairs) if pair[0] != pair[1]), None)
+        if unlike is None:
+            self._equal = [*found]
+            return
+        if any(map(has_no_values, held)):
+            # a count, in which the peak of this order is found
+            return
+        self._warned = True
+        place, planned, other = unlike
+        nothing = "nothing more"
+        warnings.warn(self._says.format(place=place, found=other or nothing, planned=planned or nothing), stacklevel=2)
