@@ -181,7 +181,8 @@ class _Leaving:
         every: SavedTensors = look.saved(rules)
         least = least_of(every.sizes.sum())
         self._saved = every.at_least(least)
-        saves = as_text(self._saved.sizes.tolist())
+        # of other sizes in each batch if values decide shapes, which a note of the plan says
+        saves = "" if seen.profile.noted else as_text(self._saved.sizes.tolist())
         self._spec = replace(spec, least_bytes=least, saves=saves, batch_bytes=every.batch_bytes)
         # the count has what is foreseen, too
         self._more = max(0.0, plain - self._saved.peak([]))

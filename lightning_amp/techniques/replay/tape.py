@@ -24,15 +24,18 @@ Exactness depends on these rules:
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_amp._torch import TorchDispatchMode, autograd_node, top_saving_hooks, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, is_plain, tensors_of
 from lightning_amp.footprint.run_again.recompute_state import digests
+from lightning_amp.holding import replacing
 from lightning_amp.own_operators import are_own_operators
 from lightning_amp.sharding._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.techniques.replay.choose_cuts import KEPT, ONE_BY_ONE
@@ -42,7 +45,7 @@ from lightning_amp.techniques.replay.segment import CHANGED, Handle, Kept, Segme
 
 SMALL = 64
 """A result is small if its operator's largest result is at least this many times larger."""
-AS_ONE = "a norm of batches"
+AS_ONE = "a norm of batches or one_hot"
 """Stands for the operators of a call that are counted as one."""
 
 
@@ -90,7 +93,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def as_one(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Count all operators of a call of one of these modules as one: they may differ from those of the plan."""
+        """Count all operators of a call of one of these modules, or of `one_hot`, as one: they may differ from those of
+        the plan."""
+        thread = get_ident()
 
         def begins(*_: Any) -> None:
             self._inside += 1
@@ -100,11 +105,22 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self._inside:
                 self._advance(AS_ONE)
 
+        def one_hot(*args: Any, plain: Any = functional.one_hot, **kwargs: Any) -> Any:
+            if get_ident() != thread:
+                return plain(*args, **kwargs)
+            begins()
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                ends()
+
         # calls may be nested: `_inside` is their depth, and the outermost call is one place
         hooks = [module.register_forward_pre_hook(begins) for module in modules]
         hooks += [module.register_forward_hook(ends, always_call=True) for module in modules]
         try:
-            yield
+            # on fake tensors torch compares with all classes, on real ones it writes
+            with replacing(functional, one_hot=one_hot):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()

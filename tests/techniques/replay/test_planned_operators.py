@@ -48,6 +48,8 @@ class Layers(Trained):
             x = turned(x).contiguous()
         elif self.kind == "counter" and self.n_steps > 7:
             x = x.sin()
+        elif self.kind == "one_hot":
+            x = x + functional.one_hot(batch[:, 0].argsort() % 16, 16)
         elif self.kind == "once" and self.n_steps == 1:
             x = x.cos()
         for i in (1, 2, 3):
@@ -69,7 +71,7 @@ def trained(
 @pytest.mark.parametrize(("kind", "said"), [
     ("layout", r"operator \d+, where the step runs aten.clone.default, and the count aten.t.default"),
     ("counter", r"operator \d+, where the step runs aten.sin.default, and the count aten.t.default"),
-    ("once", ""), ("", ""),
+    ("once", ""), ("one_hot", ""), ("", ""),
 ])  # fmt: skip
 def test_a_step_that_runs_other_operators_than_its_count_is_told_once(
     kind: str, said: str, monkeypatch: pytest.MonkeyPatch
