@@ -57,7 +57,7 @@ class Offload:
         host_bytes: Predicted bytes of host memory.
         moved_bytes: Predicted bytes that leave in a step, and come back.
         saves: Bytes of the storages with numbers, in their order, compressed (planned_order.py), with which a step is
-            compared; "" in plans of earlier versions.
+            compared; "" where values decide them, and in plans of earlier versions.
         batch_bytes: Bytes of the step's arguments, with which it saves these.
     """
 

@@ -29,7 +29,7 @@ class ReplayOperators:
         window: Bytes of tensors saved before it that a replay for one tensor also makes.
         keeps: Places of operators that do not run again; their results are kept: "12,30".
         operators: Names of the operators at all places, compressed (planned_order.py), with which a step is
-            compared; "" in plans of earlier versions.
+            compared; "" where values decide them, and in plans of earlier versions.
     """
 
     again: ClassVar[bool] = True

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import autograd_node
+from lightning_amp.footprint.copies.noted_values import answers_now
 from lightning_amp.footprint.live_bytes import has_storage, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import bytes_alive
 from lightning_amp.footprint.operator_rates import OperatorRates
@@ -222,7 +223,8 @@ def stretches_of(look: Look, *, gradient_bytes: int = 0) -> Stretches:
         borders=tuple(crossed.tolist()),
         barred=tuple(np.union1d(crossed, storages.stretch(np.array(barred, int))).tolist()),
         views=look.views,
-        operators=as_text(look.ran),
+        # with notes of values other operators run than with values, and a plan says that it was counted by notes
+        operators="" if answers_now() is not None else as_text(look.ran),
         why_nothing=look.why_nothing,
         # the plain step takes no more there than at its peak
         gradients=np.minimum(gradients - gradient_bytes, all_saved[0, -1] - all_saved[0]).clip(0),
