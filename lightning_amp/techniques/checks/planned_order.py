@@ -8,13 +8,9 @@ differ from the predicted one.
 import base64
 import warnings
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
-
-from torch import Tensor
-
-from lightning_amp._torch import has_no_values
 
 
 def as_text(order: Iterable[Any]) -> str:
@@ -41,8 +37,8 @@ class PlannedOrder:
         self._equal: list[Any] | None = None
         self._warned = not text
 
-    def compare(self, found: Sequence[Any], held: Iterable[Tensor]) -> None:
-        """Warn if a step has another order, unless that was said before or the tensors that it holds are fake."""
+    def compare(self, found: Sequence[Any], is_count: Callable[[], bool]) -> None:
+        """Warn if a step has another order, unless that was said before or the step is a count, on fake tensors."""
         if self._warned or found == self._equal:
             return
         pairs = zip_longest(items_in(self._text), map(str, found))
@@ -50,8 +46,8 @@ class PlannedOrder:
         if unlike is None:
             self._equal = [*found]
             return
-        if any(map(has_no_values, held)):
-            # a count, in which the peak of this order is found
+        if is_count():
+            # it finds the peak of this order
             return
         self._warned = True
         place, planned, other = unlike

@@ -49,7 +49,7 @@ def install(module: nn.Module, spec: Offload, mesh: object) -> Change:
             yield call
         # a batch of another size saves tensors of other sizes; a first step may save what a module makes only once
         if not begins and moves.batch_bytes == spec.batch_bytes:
-            planned.compare(moves.candidates, held)
+            planned.compare(moves.candidates, lambda: any(map(has_no_values, held)))
 
     @wraps(step)
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:

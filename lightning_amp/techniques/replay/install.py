@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_amp._torch import AnyBatchNorm, tree_map
+from lightning_amp._torch import AnyBatchNorm, has_no_values, tree_map
 from lightning_amp.costs.rule import Rule, Spec, changes_of
 from lightning_amp.errors import AmpError
 from lightning_amp.footprint.copies.noted_values import answers_now, before_count
@@ -51,7 +51,7 @@ def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:
             loss = step(module, *args, **kwargs)
         # objects that a module makes only once are not part of the recorded step, nor of those after the first
         if not begins:
-            planned.compare(tape.ran, module.parameters())
+            planned.compare(tape.ran, lambda: any(map(has_no_values, module.parameters())))
         return loss
 
     return Change({}, methods={"training_step": run})
