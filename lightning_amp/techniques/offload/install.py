@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_amp._torch import has_no_values
 from lightning_amp.data.batch import tensors_in
+from lightning_amp.footprint.confirm_count import shapes_of
 from lightning_amp.techniques.checks.planned_order import PlannedOrder
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.host_memory.limit import free_bytes
@@ -37,9 +38,8 @@ def install(module: nn.Module, spec: Offload, mesh: object) -> Change:
     @contextmanager
     def around(held: Sequence[Tensor], step: Step) -> Iterator[Step]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = [*tensors_in((args, kwargs))]
-            moves.hold(given)
-            moves.batch_bytes = sum(one.nbytes for one in given)
+            moves.hold(tensors_in((args, kwargs)))
+            moves.shapes = shapes_of((args, kwargs))
             return step(*args, **kwargs)
 
         # without values there is nothing to compare
@@ -47,9 +47,9 @@ def install(module: nn.Module, spec: Offload, mesh: object) -> Change:
         looks = begins and not any(map(has_no_values, held))
         with moves.step(held), UnseenWrites(moves) if looks else nullcontext():
             yield call
-        # a batch of another size saves tensors of other sizes; a first step may save what a module makes only once
-        if not begins and moves.batch_bytes == spec.batch_bytes:
-            planned.compare(moves.candidates, lambda: any(map(has_no_values, held)))
+        # a first step may save what a module makes only once
+        if not begins:
+            planned.compare(moves.shapes, moves.candidates, lambda: any(map(has_no_values, held)))
 
     @wraps(step)
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:

@@ -56,9 +56,8 @@ class Offload:
             a node.
         host_bytes: Predicted bytes of host memory.
         moved_bytes: Predicted bytes that leave in a step, and come back.
-        saves: Bytes of the storages with numbers, in their order, compressed (planned_order.py), with which a step is
-            compared; "" where values decide them, and in plans of earlier versions.
-        batch_bytes: Bytes of the step's arguments, with which it saves these.
+        saves: Bytes of the storages with numbers, in their order, and the batch's shapes, compressed
+            (planned_order.py), with which a step is compared; "" where values decide them, and in older plans.
     """
 
     leaves: str | None = None
@@ -68,7 +67,6 @@ class Offload:
     host_bytes: int = 0
     moved_bytes: int = 0
     saves: str = ""
-    batch_bytes: int = 0
 
     @property
     def numbers(self) -> frozenset[int] | None:
@@ -182,8 +180,8 @@ class _Leaving:
         least = least_of(every.sizes.sum())
         self._saved = every.at_least(least)
         # of other sizes in each batch if values decide shapes, which a note of the plan says
-        saves = "" if seen.profile.noted else as_text(self._saved.sizes.tolist())
-        self._spec = replace(spec, least_bytes=least, saves=saves, batch_bytes=every.batch_bytes)
+        saves = "" if seen.profile.noted else as_text(every.shapes, self._saved.sizes.tolist())
+        self._spec = replace(spec, least_bytes=least, saves=saves)
         # the count has what is foreseen, too
         self._more = max(0.0, plain - self._saved.peak([]))
 

@@ -201,7 +201,7 @@ class SavedTensors:
         place: the place among the operators that a replay counts,
         saved_at: the moment at which autograd saves it,
         gone, back: and where it would be away: at the moments gone <= t < back.
-        batch_bytes: Bytes of the step's arguments.
+        shapes: Shapes of the step's arguments.
     """
 
     live: Array
@@ -214,7 +214,7 @@ class SavedTensors:
     saved_at: Array
     gone: Array
     back: Array
-    batch_bytes: int = 0
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def at_least(self, n_bytes: int) -> "SavedTensors":
         """Return those of at least so many bytes, numbered without the others."""

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_amp._torch import AnyBatchNorm, has_no_values, tree_map
 from lightning_amp.costs.rule import Rule, Spec, changes_of
 from lightning_amp.errors import AmpError
+from lightning_amp.footprint.confirm_count import shapes_of
 from lightning_amp.footprint.copies.noted_values import answers_now, before_count
 from lightning_amp.footprint.module_profile import GRADIENTS
 from lightning_amp.footprint.profile_module import counted_step
@@ -47,11 +48,13 @@ def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:
             return step(module, *args, **kwargs)
         begins = next(first, False)
         tape = Tape(spec.segments, keeps=spec.places_kept, views=spec.views, window=spec.window, compares=begins)
+        # before the step, which may change its batch
+        shapes = shapes_of((args, kwargs))
         with recorded(tape, module):
             loss = step(module, *args, **kwargs)
         # objects that a module makes only once are not part of the recorded step, nor of those after the first
         if not begins:
-            planned.compare(tape.ran, lambda: any(map(has_no_values, module.parameters())))
+            planned.compare(shapes, tape.ran, lambda: any(map(has_no_values, module.parameters())))
         return loss
 
     return Change({}, methods={"training_step": run})
@@ -117,7 +120,8 @@ def _stretches(step: StepToPlan, rules: tuple[Rule, ...]) -> Stretches | str:
                 trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
                 look = Look(step.operator_rates(), trained, views=look is None)
                 run(module, args, kwargs, look)
-            found.append(stretches_of(look, gradient_bytes=step.step().profile.by_kind[GRADIENTS]))
+            shapes = shapes_of((args, kwargs))
+            found.append(stretches_of(look, shapes, gradient_bytes=step.step().profile.by_kind[GRADIENTS]))
             raise EnoughSeen
 
         undo = put_methods(module, {"training_step": MethodType(training_step, module)})

@@ -28,8 +28,8 @@ class ReplayOperators:
             views in place: autograd makes these views again, by other operators on fake tensors than on real ones.
         window: Bytes of tensors saved before it that a replay for one tensor also makes.
         keeps: Places of operators that do not run again; their results are kept: "12,30".
-        operators: Names of the operators at all places, compressed (planned_order.py), with which a step is
-            compared; "" where values decide them, and in plans of earlier versions.
+        operators: Names of the operators at all places, and the batch's shapes, compressed (planned_order.py), with
+            which a step is compared; "" where values decide them, and in older plans.
     """
 
     again: ClassVar[bool] = True

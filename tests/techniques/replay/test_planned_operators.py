@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from lightning_amp import AMPStrategy
 from lightning_amp.planning.plan.plan import Plan
-from lightning_amp.techniques.checks.planned_order import PlannedOrder, as_text, items_in
+from lightning_amp.techniques.checks.planned_order import PlannedOrder, as_text, lines_in
 from lightning_amp.techniques.replay.install import RUNS_OTHERS
 from tests.techniques.replay.models import MODELS, Trained, difference, fit
 
@@ -101,15 +101,18 @@ def test_a_plan_of_an_earlier_version_has_no_operators_and_is_not_compared(monke
 
 def test_operators_are_compared_by_name_and_the_end_counts() -> None:
     ran = [torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor]
-    assert items_in(as_text(ran)) == ["aten.add.Tensor", "aten.mul.Tensor"]
-    planned = PlannedOrder(as_text(ran), RUNS_OTHERS)
+    text = as_text([(2, 3, 4)], ran)
+    assert lines_in(text) == ["2x3x4", "aten.add.Tensor", "aten.mul.Tensor"]
+    planned = PlannedOrder(text, RUNS_OTHERS)
     for _ in range(2):
-        planned.compare([*ran], bool)
+        planned.compare([(2, 3, 4)], [*ran], bool)
     with pytest.warns(
         UserWarning, match=r"operator 1, where the step runs nothing more, and the count aten\.mul\.Tensor"
     ):
-        planned.compare(ran[:1], bool)
+        planned.compare([(2, 3, 4)], ran[:1], bool)
     # once, and not in a count
-    other = PlannedOrder(as_text(ran), RUNS_OTHERS)
-    other.compare([], lambda: True)
-    planned.compare([], bool)
+    other = PlannedOrder(text, RUNS_OTHERS)
+    other.compare([(2, 3, 4)], [], lambda: True)
+    # nor for a batch of other shapes
+    other.compare([(1, 3, 4)], [], bool)
+    planned.compare([(2, 3, 4)], [], bool)
