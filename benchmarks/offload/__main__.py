@@ -6,7 +6,7 @@ For each module, with `recompute` and `offload` by name, and with `replay`, `off
 predicted by the plan and measured by the meter in the second step of a real fit; bytes of the pool on the host,
 predicted and measured; bytes that leave in a step; the largest difference of parameters and buffers to a plain fit
 after three steps. On a CPU, whose memory is the host's: bytes and numbers are those of a device, times are not. Modules
-of timm and transformers are left out where these are not installed. About six minutes.
+of timm and transformers are left out where these are not installed. About four minutes.
 """
 
 import argparse

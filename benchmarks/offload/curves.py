@@ -5,7 +5,7 @@
 For each model and each of several budgets: the plan's counted peak, as a share of the peak of the plain step, and its
 predicted seconds, as a ratio to the plain step. A plan that fits no budget is drawn where its peak is. Everything is
 predicted, by fake tensors and the rates of a data sheet: nothing is trained. A model of timm is left out where it is
-not installed. About ten minutes.
+not installed. About five minutes.
 """
 
 import argparse

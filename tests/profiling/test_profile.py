@@ -91,17 +91,15 @@ def test_a_profile_and_a_plan_print_as_reports_in_a_new_process(data_dir) -> Non
 
 
 @pytest.mark.long
-def test_the_command_needs_no_torch(data_dir) -> None:
+def test_a_profile_needs_no_torch(data_dir) -> None:
     # anndata 0.11 imports torch wherever it is installed, so that the test hides it
     code = (
         "import sys; sys.modules['torch'] = None; from lightning_amp.cli.main import main;"
-        f"assert main(['profile', {str(data_dir)!r}]) == 0;"
-        "words = ['plan', '--shape', 'anchors=60,dim=8,strata=2', '--devices', '2', '--policy', 'paper'];"
-        "sys.exit(main(words))"
+        f"sys.exit(main(['profile', {str(data_dir)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "\nPlan (policy paper): S1 data parallel" in done.stdout
+    assert done.stdout.startswith("Profile of ")
 
 
 def test_modalities_that_are_not_known_are_named_and_not_read(data_dir, tmp_path) -> None:

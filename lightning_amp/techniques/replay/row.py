@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from lightning_amp.costs.profiled_step import LEAST_SECONDS, Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule
-from lightning_amp.footprint.module_profile import ACTIVATIONS, TEMPORARIES
+from lightning_amp.footprint.module_profile import ACTIVATIONS, OPTIMISER, TEMPORARIES
 from lightning_amp.quantities import format_bytes, format_seconds
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, ONE_BY_ONE, Cuts, Replays, Stretches
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
@@ -101,10 +101,19 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     spec = spec_of(cuts, stretches)
     return replace(
         draft,
-        peak_bytes=max(draft.peak_bytes - saved, seen.held_bytes),
+        peak_bytes=max(draft.peak_bytes - saved, draft.floor_bytes, _elsewhere(seen)),
         seconds=draft.seconds + seconds,
         targets=(*draft.targets, Rule(strategy="replay", fqn="", spec=spec, why=why, saves_bytes=saved)),
     )
+
+
+def _elsewhere(seen: ProfiledStep) -> int:
+    """Return the most bytes that are alive at once where nothing runs again."""
+    if seen.frees_gradients:
+        # the optimizer's step is part of the backward pass then
+        return seen.held_bytes
+    of_optimizer = (sum(one.by_kind.values()) for one in seen.profile.timeline if one.phase == OPTIMISER)
+    return max(of_optimizer, default=seen.held_bytes)
 
 
 ROW = Technique(

@@ -1,17 +1,21 @@
 """Claim: segments are chosen within their bound wherever there are any, from the fewest bytes to those of no replay."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_amp import plan
 from lightning_amp.costs.device_rates import CPU_CORE
 from lightning_amp.costs.profiled_step import Draft
 from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.planning.modules.candidates import draft
+from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.replay.choose_cuts import (
     AT_ONCE,
     KEPT,
@@ -37,6 +41,20 @@ class Layers(Trained):
         for layer in self.layers:
             batch = batch + layer(batch).sin().exp().cos()
         return batch.mean()
+
+
+class Stacked(LightningModule):
+    """Modules one after the other, whose optimizer takes much memory."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*layers)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.body(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), foreach=True)
 
 
 def chain(n: int) -> Stretches:
@@ -128,11 +146,19 @@ def test_a_plan_counts_each_stretch_once() -> None:
     cuts = least(stretches, kinds=(ONE_BY_ONE,))
     replays = SimpleNamespace(stretches=stretches, choose=lambda bound: cuts)
     draft = add(
-        SimpleNamespace(facts={"replay": lambda _: replays}, held_bytes=0, frees_gradients=False),
+        SimpleNamespace(facts={"replay": lambda _: replays}, held_bytes=0, frees_gradients=True),
         Draft(ranks=1, peak_bytes=10**6, seconds=1.0),
         None,
     )
     assert draft.targets[0].why.startswith(f"{len(cuts.segments)} stretch")
+
+
+def test_the_prediction_includes_the_peak_of_the_optimizer() -> None:
+    sines = (module for _ in range(8) for module in (nn.Linear(256, 256), nn.Tanh(), nn.Tanh(), nn.Tanh()))
+    module, batch = Stacked(sines), torch.zeros(192, 256)
+    predicted = plan(module, batch, device_memory=12_000_000).plan
+    counted = plan(module, batch, device_memory="1GiB", strategies="replay").plan.predicted_peak_bytes
+    assert f"the peak {format_bytes(counted)} instead of" in predicted.diagnosis.helps["replay"]
 
 
 def test_a_wider_window_takes_more_bytes_and_less_time() -> None:
