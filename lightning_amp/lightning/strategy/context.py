@@ -32,8 +32,8 @@ from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE
-from lightning_amp.planning.base.plan_request import PlanRequest, StepRequest
-from lightning_amp.planning.modules.on_device import OF_DECODER, Device
+from lightning_amp.planning.base.plan_request import PlanRequest, StepRequest, compile_option
+from lightning_amp.planning.modules.on_device import Device
 from lightning_amp.planning.modules.plan_module import counted_rules
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.profiling.profile import Profile
@@ -198,8 +198,7 @@ class PlanningContext:
             micro_batches=request.micro_batches,
             speeds=self.speeds,
             steps=self.steps,
-            # "auto" compiles where the policy chooses everything else
-            compile=request.compile if request.compile != "auto" or request.chooses else False,
+            compile=compile_option(request.compile, chooses=request.chooses),
             steps_of_run=self.steps_of_run,
             notes=(*note, *notes),
             **vars(self._request_of_step),
@@ -288,14 +287,6 @@ class PlanningContext:
         vars(fewer)["memory"] = (n_bytes,)
         return fewer
 
-    def less(self, n_bytes: int) -> "PlanningContext":
-        """Return the inputs with so many bytes of tensors less on each device; all other values are shared."""
-        if not n_bytes:
-            return self
-        fewer = copy.copy(self)
-        vars(fewer)["memory"] = tuple(max(1, n - n_bytes) for n in self.memory)
-        return fewer
-
     def read_again(self) -> None:
         """Read the module's shape and step again for the next plan, for it has changed."""
         for name in ("read", "profiled"):
@@ -310,12 +301,6 @@ class PlanningContext:
         if self.step is None or plan.mesh.model > 1 or counted_rules(plan) != rules:
             return None
         return self.step.profile_with(rules)
-
-    def as_planned(self, plan: Plan, step: StepOfModule | None) -> ModuleProfile | str:
-        """Return the step with which a plan was made with its rules, as it was counted, or why it was not."""
-        if step is not None and plan.diagnosis is not None:
-            return step.as_planned(plan)
-        return self.not_profiled or (f"the bytes of {plan.evaluates} are estimated" if plan.evaluates else OF_DECODER)
 
     def forget_step(self) -> None:
         """Free the batch that the step was profiled with; the profile is kept."""

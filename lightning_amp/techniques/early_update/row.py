@@ -91,7 +91,8 @@ def _always(seen: ProfiledStep, draft: Draft) -> int:
 
 def variants(seen: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
     """Yield the step, whose other techniques leave no room for gradients."""
-    yield replace(seen, frees_gradients=True)
+    # several ranks refuse it: the drafts of other techniques, which may be searches, are not made again for that
+    yield replace(seen, frees_gradients=ranks == 1)
 
 
 def _remark(spec: Any, launches: bool) -> str:

@@ -193,6 +193,7 @@ def _saved(module: LightningModule, batch: Any, *, rates: OperatorRates, **optio
         sizes=np.array(found.sizes),
         buffers=np.array(buffers, int).reshape(-1, 3),
         clock=clock,
+        shapes=tuple(moves.shapes),
         number=number,
         n_bytes=n_bytes.astype(float),
         place=place,

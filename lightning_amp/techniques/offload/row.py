@@ -18,6 +18,7 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ACTIVATIONS
 from lightning_amp.on_demand import first_of
 from lightning_amp.quantities import format_bytes, format_seconds
+from lightning_amp.techniques.checks.planned_order import as_text
 from lightning_amp.techniques.host_memory.limit import with_requested
 from lightning_amp.techniques.offload.choose_ways import choose_ways
 from lightning_amp.techniques.offload.tiers import ROOMS, SLOWER, Tiers, link_of
@@ -55,6 +56,8 @@ class Offload:
             a node.
         host_bytes: Predicted bytes of host memory.
         moved_bytes: Predicted bytes that leave in a step, and come back.
+        saves: Bytes of the storages with numbers, in their order, and the batch's shapes, compressed
+            (planned_order.py), with which a step is compared; "" where values decide them, and in older plans.
     """
 
     leaves: str | None = None
@@ -63,6 +66,7 @@ class Offload:
     host_memory: int | None = None
     host_bytes: int = 0
     moved_bytes: int = 0
+    saves: str = ""
 
     @property
     def numbers(self) -> frozenset[int] | None:
@@ -174,7 +178,10 @@ class _Leaving:
         self._look, self._rules, self._seen, self._before = look, rules, seen, draft.seconds
         every: SavedTensors = look.saved(rules)
         least = least_of(every.sizes.sum())
-        self._saved, self._spec = every.at_least(least), replace(spec, least_bytes=least)
+        self._saved = every.at_least(least)
+        # of other sizes in each batch if values decide shapes, which a note of the plan says
+        saves = "" if seen.profile.noted else as_text(every.shapes, self._saved.sizes.tolist())
+        self._spec = replace(spec, least_bytes=least, saves=saves)
         # the count has what is foreseen, too
         self._more = max(0.0, plain - self._saved.peak([]))
 

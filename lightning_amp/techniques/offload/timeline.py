@@ -201,6 +201,7 @@ class SavedTensors:
         place: the place among the operators that a replay counts,
         saved_at: the moment at which autograd saves it,
         gone, back: and where it would be away: at the moments gone <= t < back.
+        shapes: Shapes of the step's arguments.
     """
 
     live: Array
@@ -213,6 +214,7 @@ class SavedTensors:
     saved_at: Array
     gone: Array
     back: Array
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def at_least(self, n_bytes: int) -> "SavedTensors":
         """Return those of at least so many bytes, numbered without the others."""
