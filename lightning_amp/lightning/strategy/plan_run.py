@@ -51,7 +51,7 @@ def resolve_plan(
         AmpError: The error that rank 0 raised.
         PlanError: The plan is for another number of ranks, or ranks differ in its inputs.
     """
-    request, strategy, _ = facts.request, facts.strategy, (facts.speeds, facts.memory)
+    request, strategy, _ = facts.request, facts.strategy, (facts.speeds, facts.memory, facts.host_room)
 
     @shown_if_long("planning", show=facts.trainer.progress_bar_callback is not None)
     def decide() -> Plan:

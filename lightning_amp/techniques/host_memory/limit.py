@@ -1,6 +1,6 @@
 """How much host memory the techniques of a rank may take together: option `host_memory`, or most of what is free."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from os import environ
 from typing import Any, TypeVar
@@ -17,9 +17,24 @@ SHARE = 0.8
 """Share of the host's free memory that the ranks of a node take at most."""
 
 
-def free_bytes() -> int:
-    """Return the bytes of host memory that this process may take."""
-    return int(SHARE * psutil.virtual_memory().available / int(environ.get("LOCAL_WORLD_SIZE", "1")))
+def free_bytes(node_ranks: int = 1) -> int:
+    """Return the bytes of host memory that this process may take, as one of so many ranks of its node."""
+    # a launcher may have started more than the Trainer knows of
+    ranks = max(node_ranks, int(environ.get("LOCAL_WORLD_SIZE", "1")))
+    return int(SHARE * psutil.virtual_memory().available / ranks)
+
+
+def within(rules: Sequence[Rule], room: int) -> tuple[Rule, ...]:
+    """Return rules in which each technique may take what is left of so many bytes, unless it has a bound of its own."""
+
+    def bounded(rule: Rule) -> Rule:
+        spec: Any = rule.spec
+        if getattr(spec, "host_memory", room) is not None:
+            return rule
+        others = host_bytes_of(other for other in rules if other.strategy != rule.strategy)
+        return replace(rule, spec=replace(spec, host_memory=room - others))
+
+    return tuple(map(bounded, rules))
 
 
 def with_requested(spec: S, request: Any) -> tuple[S, bool]:
