@@ -180,6 +180,7 @@ class PlanningContext:
         return StepRequest(
             requested=self.request.specs,
             host_memory=host_memory_of(self.request),
+            host_room=self.host_room,
             shared_statistics=self.strategy.world_size > 1 and self.request.share_batch_statistics,
         )
 

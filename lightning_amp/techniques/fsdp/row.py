@@ -140,7 +140,7 @@ def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     offload = spec.offload and step.rates.launches
     if spec.offload:
         spec = bounded(replace(spec, host_bytes=fsdp_host_bytes(step.profile, units, shard)), step)
-        if why := no_room("a rank's share of them", spec.host_bytes, spec, draft.targets):
+        if why := no_room("a rank's share of them", spec.host_bytes, spec, step, draft.targets):
             return why
     found = fsdp_bytes(step.profile, units, shard, offload=offload)
     passes, update = (peak + step.agreed_bytes(ranks) for peak in (found.passes, found.update))

@@ -15,6 +15,7 @@ from lightning_amp.quantities import format_bytes, parse_bytes
 S = TypeVar("S", bound=Any)
 SHARE = 0.8
 """Share of the host's free memory that the ranks of a node take at most."""
+FREE = "of what is free there a rank may take"
 
 
 def free_bytes(node_ranks: int = 1) -> int:
@@ -62,15 +63,32 @@ def bounded(spec: S, seen: ProfiledStep) -> S:
     return spec if spec.host_memory is not None else replace(spec, host_memory=seen.host_memory)
 
 
-def no_room(what: str, n_bytes: int, spec: Any, others: Iterable[Rule] = ()) -> str:
+def room_of(spec: Any, seen: ProfiledStep, others: Iterable[Rule] = ()) -> int | None:
+    """Return the bytes of host memory that a technique may take beside other rules; None for any."""
+    limit: int | None = seen.host_room if spec.host_memory is None else spec.host_memory
+    return None if limit is None else max(0, limit - host_bytes_of(others))
+
+
+def no_room(what: str, n_bytes: int, spec: Any, seen: ProfiledStep, others: Iterable[Rule] = ()) -> str:
     """Return why `n_bytes` of host memory are too many beside what other rules take; "" if they are not."""
-    taken, limit = host_bytes_of(others), spec.host_memory
-    if limit is None or taken + n_bytes <= limit:
+    room, taken = room_of(spec, seen, others), host_bytes_of(others)
+    if room is None or n_bytes <= room:
         return ""
     beside = " and what else waits there" if taken else ""
-    return (
-        f"{what}{beside} takes {format_bytes(taken + n_bytes)} of host memory, and host_memory is {format_bytes(limit)}"
-    )
+    limit = f"{FREE} {format_bytes(seen.host_room or 0)}"
+    if spec.host_memory is not None:
+        limit = f"host_memory is {format_bytes(spec.host_memory)}"
+    return f"{what}{beside} takes {format_bytes(taken + n_bytes)} of host memory, and {limit}"
+
+
+def refuse_beyond(rules: Iterable[Rule], room: int) -> None:
+    """Raise a PlanError if rules of a plan that have no bound of their own take more host memory than is free."""
+    taken = host_bytes_of(rule for rule in rules if getattr(rule.spec, "host_memory", 0) is None)
+    if taken > room:
+        raise PlanError(
+            f"the given plan takes {format_bytes(taken)} of host memory, and {FREE} {format_bytes(room)}; make the plan"
+            " again on this machine, or free memory of the host"
+        )
 
 
 def host_bytes_of(rules: Iterable[Rule]) -> int:

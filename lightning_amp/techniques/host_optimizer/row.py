@@ -78,7 +78,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     slot = 2 * max(on_line(bucket), on_line(max(sizes)))
     slots = ON_ITS_WAY if seen.rates.launches else 1
     host_bytes, limit, others = state + slots * slot, spec.host_memory, host_bytes_of(draft.targets)
-    if why := no_room("the state", host_bytes, spec, draft.targets):
+    if why := no_room("the state", host_bytes, spec, seen, draft.targets):
         return why
     saved = _saved_bytes(seen, draft, state)
     seconds = _seconds(seen, state, n_buckets=ceil(2 * sum(sizes) / slot))

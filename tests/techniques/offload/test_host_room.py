@@ -7,15 +7,20 @@ import psutil
 import pytest
 import torch
 
+import lightning_amp
 from lightning_amp import AMPStrategy
+from lightning_amp.errors import PlanError
+from lightning_amp.lightning.strategy import hardware
 from lightning_amp.techniques.host_memory.limit import free_bytes
 from lightning_amp.techniques.offload.install import moves_of
 from tests.any_module import Meter
 from tests.lightning.strategy.strategy_cases import RunningRanks
 from tests.ranks import run_ranks
-from tests.techniques.offload.test_fit import Blocks
+from tests.techniques.offload.test_fit import Blocks, spec_of
 from tests.techniques.replay import models
-from tests.techniques.replay.models import MODELS, fit
+from tests.techniques.replay.models import MODELS, difference, fit, plain
+
+ROOM = 10 * 2**20
 
 
 class Limits(Meter):
@@ -54,3 +59,46 @@ def test_a_launcher_may_know_of_more_ranks_than_the_trainer(monkeypatch: pytest.
     assert (free_bytes(), free_bytes(2)) == (800, 400)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert (free_bytes(), free_bytes(2)) == (200, 200)
+
+
+def test_a_fit_plans_within_the_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make, batches = MODELS["points"]
+    torch.manual_seed(0)
+    ample = fit("points", AMPStrategy(strategies="offload"), steps=1)[2]
+    # as of another machine
+    assert ample.rules == lightning_amp.plan(make(), batches(1), strategies="offload").plan.rules
+    monkeypatch.setattr(hardware, "free_bytes", lambda node_ranks: ROOM)
+    found, meter, plan = fit("points", AMPStrategy(strategies="offload"), steps=2)
+    spec = spec_of(plan)
+    assert spec.host_memory is None
+    assert 0.9 * ROOM < spec.host_bytes <= ROOM < spec_of(ample).host_bytes
+    assert meter.live.peak == plan.predicted_peak_bytes
+    assert difference(plain("points")[0], found) == 0.0
+    # the same storages as with a bound of the user's
+    named = spec_of(fit("points", AMPStrategy(strategies="offload", host_memory="10MiB"), steps=1)[2])
+    assert (spec.leaves, spec.host_bytes) == (named.leaves, named.host_bytes)
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    assert fit("points", AMPStrategy(plan=path), steps=1)[2].rules == plan.rules
+    path.write_text(ample.to_json())
+    with pytest.raises(
+        PlanError, match="the given plan takes 30.6 MiB of host memory, and of .* may take 10.0 MiB; make"
+    ):
+        fit("points", AMPStrategy(plan=path), steps=1)
+
+
+def test_what_shares_the_hosts_memory_shares_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "blocks", (Blocks, lambda n: torch.randn(4096 * n, 16)))
+    options: Any = {"strategies": "fsdp,offload", "fsdp_offload": True}
+    whole = 3 * 2**20
+
+    def planned(**more: Any) -> tuple[Any, Any]:
+        specs = {rule.strategy: rule.spec for rule in fit("blocks", AMPStrategy(**options, **more), steps=1)[2].rules}
+        return specs["fsdp"], specs["offload"]
+
+    rows, saved = planned(host_memory="3MiB")
+    assert 0 < rows.host_bytes < whole
+    assert saved.host_memory == whole - rows.host_bytes
+    assert 0.8 * saved.host_memory < saved.host_bytes <= saved.host_memory
+    monkeypatch.setattr(hardware, "free_bytes", lambda node_ranks: whole)
+    assert planned()[1].leaves == saved.leaves
