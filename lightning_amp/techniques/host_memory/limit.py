@@ -38,6 +38,11 @@ def within(rules: Sequence[Rule], room: int) -> tuple[Rule, ...]:
     return tuple(map(bounded, rules))
 
 
+def page_locked(n_bytes: int) -> int:
+    """Return the bytes that torch takes for a tensor in page-locked host memory: the next power of two."""
+    return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
+
+
 def with_requested(spec: S, request: Any) -> tuple[S, bool]:
     """Return a spec with `host_memory` of a request; the rest is chosen for the step.
 

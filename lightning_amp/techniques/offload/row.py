@@ -240,7 +240,7 @@ class _Leaving:
 
     def _all(self) -> list[int]:
         """Return all storages, or the first for which the host has room."""
-        return np.nonzero(np.cumsum(self._saved.n_bytes) <= self._room)[0].tolist()
+        return np.nonzero(np.cumsum(self._saved.taken) <= self._room)[0].tolist()
 
     @cached_property
     def _leanest(self) -> tuple[float, list[int]]:

@@ -74,7 +74,7 @@ def targets_on_host(seen: ProfiledStep, pipeline: Pipeline, spec: Offload | None
     if spec is None:
         return ()
     small = smaller(seen, spec, 1 + max(now.micro_batch for now in pipeline.orders[0]))
-    of_ranks = [host_bytes(pipeline, rank, small) for rank in range(len(pipeline.orders))]
+    of_ranks = [host_bytes(pipeline, rank, small, pinned=seen.rates.launches) for rank in range(len(pipeline.orders))]
     most, moved = (max(numbers) for numbers in zip(*of_ranks, strict=True))
     room = room_of(spec, seen)
     if room is not None and most > room:

@@ -1,5 +1,6 @@
 """Claim: without `host_memory=` a fit takes no more host memory than is free for a rank, and plans within it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 import lightning_amp
 from lightning_amp import AMPStrategy
+from lightning_amp.costs.device_rates import rates_for
 from lightning_amp.errors import PlanError
 from lightning_amp.lightning.strategy import hardware
 from lightning_amp.techniques.host_memory.limit import free_bytes
@@ -102,3 +104,23 @@ def test_what_shares_the_hosts_memory_shares_its_bound(monkeypatch: pytest.Monke
     assert 0.8 * saved.host_memory < saved.host_bytes <= saved.host_memory
     monkeypatch.setattr(hardware, "free_bytes", lambda node_ranks: whole)
     assert planned()[1].leaves == saved.leaves
+
+
+def test_a_plan_for_a_gpu_has_the_page_locked_bytes_that_torch_takes() -> None:
+    torch.manual_seed(0)
+    module, batch, rates = Blocks(), torch.randn(3000, 16), replace(rates_for("H100"), memory=None)
+
+    def planned(name: str, **options: Any) -> Any:
+        plan = lightning_amp.plan(module, batch, strategies=name, rates=rates, **options).plan
+        return next(rule.spec for rule in plan.rules if rule.strategy == name)
+
+    every = planned("offload")
+    # of 3,000 rows of 16 or 32 floats
+    assert every.host_bytes == pytest.approx(every.moved_bytes * 2**18 / 192_000, rel=0.01)
+    assert every.host_bytes % 2**18 == 0
+    bounded = planned("offload", host_memory="2MiB")
+    assert 0 < bounded.moved_bytes < bounded.host_bytes <= 2**21
+    slots = planned("host_optimizer")
+    assert slots.slot_bytes == 2 ** (slots.slot_bytes.bit_length() - 1)
+    state = 2 * sum(parameter.nbytes for parameter in module.parameters())
+    assert slots.host_bytes - slots.slots * slots.slot_bytes == pytest.approx(state, abs=100)
