@@ -121,6 +121,8 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         if replays:
             # which is the fastest by itself
             return _noted(look, replace(draft, peak_bytes=plain + beyond), budget, alone=True)
+        if made and not made.on_host.n_left:
+            return f"the host has room for {format_bytes(room or 0)}, less than the first tensor takes"
         return "the peak is elsewhere" if made else "autograd saves nothing but parameters, the batch and small tensors"
     found, saved, n = made.on_host, plain - made.peak_bytes, made.on_host.n_left
     seconds = max(LEAST_SECONDS, made.seconds)

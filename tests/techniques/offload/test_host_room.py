@@ -88,6 +88,10 @@ def test_a_fit_plans_within_the_free_memory(monkeypatch: pytest.MonkeyPatch, tmp
     ):
         fit("points", AMPStrategy(plan=path), steps=1)
 
+    monkeypatch.setattr(hardware, "free_bytes", lambda node_ranks: 1000)
+    with pytest.raises(PlanError, match="the host has room for 0.98 KiB, less than the first tensor takes"):
+        fit("points", AMPStrategy(strategies="offload"), steps=1)
+
 
 def test_what_shares_the_hosts_memory_shares_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "blocks", (Blocks, lambda n: torch.randn(4096 * n, 16)))
