@@ -27,6 +27,7 @@ from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import ends_of
 from lightning_amp.planning.policies.make_plan import predicted_fields
 from lightning_amp.progress import shown_if_long
+from lightning_amp.techniques.host_memory.limit import refuse_beyond
 from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_decoder
 
 
@@ -49,7 +50,7 @@ def resolve_plan(
         AmpError: The error that rank 0 raised.
         PlanError: The plan is for another number of ranks, or ranks differ in its inputs.
     """
-    request, strategy, _ = facts.request, facts.strategy, (facts.speeds, facts.memory)
+    request, strategy, _ = facts.request, facts.strategy, (facts.speeds, facts.memory, facts.host_room)
 
     @shown_if_long("planning", show=facts.trainer.progress_bar_callback is not None)
     def decide() -> Plan:
@@ -194,6 +195,7 @@ def _evaluated(made: Plan, facts: PlanningContext, given: PlanRequest, named: Se
 
 def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     """Update a given plan with the prediction and budget of this run; its old ones belong to another model."""
+    refuse_beyond(plan.rules, facts.host_room)
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
     notes = notes + note + base_rules.too_few_cells(profile, plan.mesh, shape.batch_size)
     notes += base_rules.remarks({rule.strategy: rule.spec for rule in plan.rules}, launches=rates.launches)

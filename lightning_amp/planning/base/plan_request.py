@@ -26,11 +26,13 @@ class StepRequest:
     Attributes:
         requested: Requested specs, by technique.
         host_memory: Most bytes of host memory that the policy may take on a rank; None means any.
+        host_room: Bytes of host memory that are free for a rank of a fit; None outside a fit.
         shared_statistics: Whether ranks share batch statistics.
     """
 
     requested: Mapping[str, Spec] = field(default_factory=dict)
     host_memory: int | None = None
+    host_room: int | None = None
     shared_statistics: bool = False
 
 
