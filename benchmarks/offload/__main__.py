@@ -8,7 +8,7 @@ predicted by the plan and measured by the meter in the second step of a real fit
 predicted and measured; bytes that leave in a step; the largest difference of losses, parameters and buffers to a plain
 fit of three steps. On a CPU, whose memory is the host's: bytes and numbers are those of a device, times are not.
 `--zoo` has one model of each library of benchmarks/zoo instead, in float64, with `offload` by name, and with `replay`
-beside it under a budget. Models are left out where their package is not installed. About four minutes, with --zoo N.
+beside it under a budget. Models are left out where their package is not installed. About four minutes, or three.
 """
 
 import argparse
@@ -140,8 +140,7 @@ def row(start: Start, names: str, budget: int | None, plain: tuple[LightningModu
     try:
         module, meter, plan = fit(start, AMPStrategy(strategies=names, device_memory=budget))
     except AmpError as error:
-        reason = "not possible" if "not possible" in str(error) else str(error).partition(";")[0]
-        return [*begin, f"refused: {reason}" if "refused" not in reason else reason]
+        return [*begin, "not possible" if "not possible" in str(error) else f"refused: {str(error).partition(';')[0]}"]
     specs = [rule.spec for rule in plan.rules if rule.strategy == "offload"]
     of_losses = max(abs(a - b) for a, b in zip(meter.losses, plain[1].losses, strict=True))
     return [
