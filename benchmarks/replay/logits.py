@@ -5,7 +5,7 @@
 For each: the most bytes that torch's allocator gives out in a forward and backward pass beyond what was there, the
 gradients among them; processor seconds by those of the plain step, medians of rounds in which all run; the largest
 difference of loss and gradients to the plain step, relative to a tensor's largest value. On one thread of a CPU, in
-float32. `linear_cross_entropy` is left out where torch has none (before 2.14). About two minutes.
+float32. `linear_cross_entropy` is left out where torch has none (before 2.14). About a minute.
 """
 
 import argparse
