@@ -22,12 +22,14 @@ Exactness depends on these rules:
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import TorchDispatchMode, autograd_node, top_saving_hooks, version_of
 from lightning_amp.errors import ModelError
@@ -40,8 +42,28 @@ from lightning_amp.techniques.replay.on_fakes import made_by
 from lightning_amp.techniques.replay.recorded import Operator, Outside, Slot, StorageRef, geometry_of
 from lightning_amp.techniques.replay.segment import CHANGED, Handle, Kept, Segment, copied, draws_of, how_of, mapped
 
+OTHER_ON_FAKES = {functional.one_hot}
+"""Functions that torch computes by other operators on fake tensors than on real ones."""
 SMALL = 64
 """A result is small if its operator's largest result is at least this many times larger."""
+
+
+class _Functions(TorchFunctionMode):
+    """Calls two functions around each call of a function of OTHER_ON_FAKES."""
+
+    def __init__(self, begins: Callable[[], None], ends: Callable[[], None]) -> None:
+        super().__init__()
+        self._begins, self._ends = begins, ends
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function."""
+        if func not in OTHER_ON_FAKES:
+            return func(*args, **(kwargs or {}))
+        self._begins()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._ends()
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -84,7 +106,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def as_one(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Count all operators of a call of one of these modules as one: they may differ from those of the plan."""
+        """Count all operators of a call of one of these modules, or of a function of OTHER_ON_FAKES, as one: they may
+        differ from those of the plan."""
 
         def begins(*_: Any) -> None:
             self._inside += 1
@@ -97,7 +120,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         hooks = [module.register_forward_pre_hook(begins) for module in modules]
         hooks += [module.register_forward_hook(ends, always_call=True) for module in modules]
         try:
-            yield
+            with _Functions(begins, ends):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
