@@ -44,6 +44,7 @@ QUICK = {
     "paper": [],
     "pipeline.schedule_picture": ["--out", "{folder}/schedule.png"],
     "replay": ["--only", "points", "--shares", "--steps", "3"],
+    "replay.logits": ["--words", "5000", "--tokens", "128"],
     "replay.published": ["--only", "ResNet-101", "--images", "2", "--budgets", "400MiB", "--steps", "3"],
     "tensor3d.attacks": ["--grids", "2,1,1", "--only", "norm"],
     "tensor3d.bytes": [],

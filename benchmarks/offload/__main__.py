@@ -1,12 +1,14 @@
 """Bytes of device and host of steps whose activations wait on the host or run again, predicted and measured.
 
     python -m benchmarks.offload [--only NAME ...] [--share 0.75]
+    python -m benchmarks.offload --zoo [--only NAME ...] [--share 0.75]
 
 For each module, with `recompute` and `offload` by name, and with `replay`, `offload` and both under a budget: the peak,
 predicted by the plan and measured by the meter in the second step of a real fit; bytes of the pool on the host,
-predicted and measured; bytes that leave in a step; the largest difference of parameters and buffers to a plain fit
-after three steps. On a CPU, whose memory is the host's: bytes and numbers are those of a device, times are not. Modules
-of timm and transformers are left out where these are not installed. About four minutes.
+predicted and measured; bytes that leave in a step; the largest difference of losses, parameters and buffers to a plain
+fit of three steps. On a CPU, whose memory is the host's: bytes and numbers are those of a device, times are not.
+`--zoo` has one model of each library of benchmarks/zoo instead, in float64, with `offload` by name, and with `replay`
+beside it under a budget. Models are left out where their package is not installed. About four minutes, or three.
 """
 
 import argparse
@@ -21,7 +23,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from benchmarks.any_module.values import seed
 from benchmarks.training.whole_step import QUIET
+from benchmarks.zoo import cases
+from benchmarks.zoo.subject import made
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError
 from lightning_amp.quantities import format_bytes
@@ -61,48 +66,83 @@ class Vit(Trained):
         return functional.cross_entropy(self.net(batch), (batch.mean((1, 2, 3)) > 0).long())
 
 
-Case = tuple[Callable[[], Trained], Callable[[int], Tensor]]
-CASES: dict[str, Case] = {"transformer (Llama)": MODELS["Llama"], "U-Net": MODELS["U-Net"], "points": MODELS["points"]}
+Start = Callable[[], tuple[LightningModule, DataLoader[Any]]]
+
+
+def of(make: Callable[[], Trained], batches: Callable[[int], Tensor]) -> Start:
+    """A module and its loader, the same in each call."""
+
+    def start() -> tuple[LightningModule, DataLoader[Any]]:
+        torch.manual_seed(0)
+        module, data = make(), batches(STEPS)
+        return module, DataLoader(data, len(data) // STEPS)  # type: ignore[arg-type]
+
+    return start
+
+
+def of_zoo(name: str) -> Start:
+    """A model of the zoo, and its batch as often as there are steps."""
+
+    def start() -> tuple[LightningModule, DataLoader[Any]]:
+        module, batch = made(cases.CASES[name], torch.float64)
+        return module, DataLoader([batch] * STEPS, batch_size=None)  # type: ignore[arg-type]
+
+    return start
+
+
+CASES: dict[str, Start] = {
+    "transformer (Llama)": of(*MODELS["Llama"]),
+    "U-Net": of(*MODELS["U-Net"]),
+    "points": of(*MODELS["points"]),
+}
 if find_spec("timm"):
-    CASES["ViT (timm)"] = Vit, lambda n: torch.randn(32 * n, 3, 64, 64)
+    CASES["ViT (timm)"] = of(Vit, lambda n: torch.randn(32 * n, 3, 64, 64))
 if find_spec("transformers"):
-    CASES["GPT-2 (transformers)"] = Gpt2, lambda n: torch.randint(0, 1000, (4 * n, 128))
+    CASES["GPT-2 (transformers)"] = of(Gpt2, lambda n: torch.randint(0, 1000, (4 * n, 128)))
+ZOO = {name: of_zoo(name) for name in cases.QUICK if find_spec(cases.CASES[name].package)}
+WAYS = ("recompute", False), ("offload", False), ("replay", True), ("offload", True), ("replay,offload", True)
+"""Techniques, and whether under a budget."""
+WAYS_OF_ZOO = ("S1,offload", False), ("S1,replay,offload", True)
 
 
 class OnHost(Meter):
-    """Counts the second step, on the device and on the host."""
+    """Counts the second step, on the device and on the host, and has the losses."""
 
     host_bytes = moved_bytes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = list[float]()
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Read the pool."""
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        self.losses.append(float(outputs["loss"]))
         if (moves := moves_of(module)) is not None:
             self.host_bytes, self.moved_bytes = moves.pool.n_bytes, sum(moves.sizes)
 
 
-def fit(case: Case, strategy: Any) -> tuple[LightningModule, OnHost, Any]:
+def fit(start: Start, strategy: Any) -> tuple[LightningModule, OnHost, Any]:
     """Train a module; returns it, the meter and the plan."""
-    torch.manual_seed(0)
-    (make, batches), meter = case, OnHost()
-    module, data = make(), batches(STEPS)
-    options: Any = {"accelerator": "cpu", "devices": 1, **QUIET}
+    (module, loader), meter = start(), OnHost()
+    double = next(module.parameters()).dtype == torch.float64
+    options: Any = {"accelerator": "cpu", "devices": 1, "precision": "64-true" if double else "32-true", **QUIET}
     trainer = Trainer(strategy=strategy, max_epochs=1, callbacks=[meter], **options)
-    torch.manual_seed(1)
-    trainer.fit(module, DataLoader(data, len(data) // STEPS))
+    seed(1)
+    trainer.fit(module, loader)
     return module, meter, getattr(trainer.strategy, "plan", None)
 
 
-def row(name: str, names: str, budget: int | None, plain: tuple[LightningModule, OnHost, Any]) -> list[str]:
+def row(start: Start, names: str, budget: int | None, plain: tuple[LightningModule, OnHost, Any]) -> list[str]:
     """Cells of one fit."""
     whole = plain[1].live.peak
-    begin = [name, names, "none" if budget is None else format_bytes(budget), format_bytes(whole)]
+    begin = [names, "none" if budget is None else format_bytes(budget), format_bytes(whole)]
     try:
-        module, meter, plan = fit(CASES[name], AMPStrategy(strategies=names, device_memory=budget))
+        module, meter, plan = fit(start, AMPStrategy(strategies=names, device_memory=budget))
     except AmpError as error:
-        reason = "not possible" if "not possible" in str(error) else str(error).partition(";")[0]
-        return [*begin, f"refused: {reason}" if "refused" not in reason else reason]
+        return [*begin, "not possible" if "not possible" in str(error) else f"refused: {str(error).partition(';')[0]}"]
     specs = [rule.spec for rule in plan.rules if rule.strategy == "offload"]
+    of_losses = max(abs(a - b) for a, b in zip(meter.losses, plain[1].losses, strict=True))
     return [
         *begin,
         f"{plan.predicted_peak_bytes:,}",
@@ -112,33 +152,34 @@ def row(name: str, names: str, budget: int | None, plain: tuple[LightningModule,
         f"{meter.host_bytes:,}",
         f"{meter.moved_bytes:,}",
         str(sum(len(spec.numbers) for spec in specs)),
-        f"{difference(module, plain[0]):g}",  # type: ignore[arg-type]
+        f"{max(of_losses, difference(module, plain[0])):g}",  # type: ignore[arg-type]
     ]
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--zoo", action="store_true", help="models of public libraries")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="some of the modules")
     parser.add_argument(
         "--share", type=float, default=0.75, help="budget of further fits, as a share of the plain peak"
     )
     asked = parser.parse_args()
+    starts, ways = (ZOO, WAYS_OF_ZOO) if asked.zoo else (CASES, WAYS)
+    if unknown := set(asked.only or ()) - starts.keys():
+        parser.error(f"--only {min(unknown)!r} is no module of this table; allowed are {', '.join(map(repr, starts))}")
+    absent = [name for name in cases.QUICK if name not in ZOO] if asked.zoo and not asked.only else []
+    if absent:
+        print(f"left out, for their packages are not there: {', '.join(absent)}\n")
     warnings.simplefilter("ignore")
     header = ["module", "techniques", "budget", "plain", "device, predicted", "measured", "of plain"]
     header += ["host, predicted", "measured", "moved", "tensors", "difference"]
     print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
-    for name in asked.only:
-        plain = fit(CASES[name], "auto")
+    for name in asked.only or starts:
+        plain = fit(starts[name], "auto")
         budget = int(asked.share * plain[1].live.peak)
-        for names, bound in (
-            ("recompute", None),
-            ("offload", None),
-            ("replay", budget),
-            ("offload", budget),
-            ("replay,offload", budget),
-        ):
-            cells = row(name, names, bound, plain)
+        for names, bound in ways:
+            cells = [name, *row(starts[name], names, budget if bound else None, plain)]
             print("| " + " | ".join([*cells, *[""] * (len(header) - len(cells))]) + " |", flush=True)
 
 

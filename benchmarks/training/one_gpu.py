@@ -69,7 +69,9 @@ def fits(plan: Any) -> str:
     """What a plan takes, the seconds of its batch and its techniques, or that it does not fit."""
     by = ", ".join(name for name in plan.strategies if name != "S1") or "nothing"
     seconds = (plan.predicted_step_seconds or 0.0) + (plan.predicted_rest_seconds or 0.0)
-    return f"{format_bytes(plan.predicted_peak_bytes)}, {format_seconds(seconds)}, {by}" if plan.fits else "does not fit"
+    return (
+        f"{format_bytes(plan.predicted_peak_bytes)}, {format_seconds(seconds)}, {by}" if plan.fits else "does not fit"
+    )
 
 
 def row(name: str, sizes: dict[str, int], device: str, *, host: str, tokens: int) -> list[str]:

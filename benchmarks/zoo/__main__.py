@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from datetime import date
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib.metadata import packages_distributions
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,8 @@ def run(asked: argparse.Namespace, names: list[str], file: Path) -> int:
         importlib.import_module(late)
     there = {} if asked.again else table.latest(table.read(file))
     about = {"version": version(), "date": date.today().isoformat(), "torch": torch.__version__}
+    # scvi-tools is imported as scvi
+    distributions = packages_distributions()
     wanted = list(jobs(asked, names))
     for name, run, kinds in track(wanted, description="zoo", total=len(wanted)):
         done = there.get((name, run), {})
@@ -127,7 +130,7 @@ def run(asked: argparse.Namespace, names: list[str], file: Path) -> int:
             continue
         runs = dict(done)
         for record in in_a_child(records_of(name, run, left), asked.limit):
-            about["library"] = version_of(package)
+            about["library"] = version_of(distributions[package][0])
             record = {"model": name, "run": run} | record | about
             with file.open("a") as lines:
                 lines.write(json.dumps(record) + "\n")

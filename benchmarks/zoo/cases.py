@@ -22,7 +22,7 @@ QUICK = (
         "vit_pytorch: ViT",
         "torchvision: densenet",
     ),
-    *("x_transformers: Decoder", "torch_geometric: GIN", "peft: LoRA of llama"),
+    *("x_transformers: Decoder", "torch_geometric: GIN", "peft: LoRA of llama", "scvi: VAE"),
 )
 """One of each library; the tests have the packages of the first two."""
 PREDICTED = (

@@ -1,4 +1,4 @@
-"""Models of x_transformers, local_attention, torch_geometric, peft, torch and Lightning's own examples."""
+"""Models of x_transformers, local_attention, torch_geometric, peft, scvi-tools, torch and Lightning's own examples."""
 
 from typing import Any
 
@@ -167,6 +167,27 @@ PEFT = {
 }
 
 
+class LossOfCells(nn.Module):
+    """Calls a module of scvi-tools, which takes a dict and returns three things, the last of which has the loss."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, **tensors: torch.Tensor) -> Any:
+        """The parts of the loss."""
+        return self.network(tensors)[2]
+
+
+def vae() -> Made:
+    """The module of scVI, on counts of 200 genes in 128 cells of two batches."""
+    import scvi
+
+    inputs = {"X": torch.randint(0, 9, (128, 200)).to(torch.get_default_dtype())}
+    inputs |= {"batch": torch.randint(0, 2, (128, 1)), "labels": torch.zeros(128, 1, dtype=torch.long)}
+    return LossOfCells(scvi.module.VAE(200, n_batch=2, n_hidden=64, n_layers=2)), inputs, None
+
+
 def of_lightning() -> Made:
     """The transformer of Lightning's examples."""
     from lightning.pytorch.demos import Transformer
@@ -198,6 +219,7 @@ CASES = [
     {f"x_transformers: {name}": Case("x_transformers", make) for name, make in X_TRANSFORMERS.items()},
     {f"torch_geometric: {name}": Case("torch_geometric", make) for name, make in GEOMETRIC.items()},
     {f"peft: {name}": Case("peft", make) for name, make in PEFT.items()},
+    {"scvi: VAE": Case("scvi", vae)},
     {f"torch: {name}": Case("torch", make) for name, make in TORCH.items()},
     {"local_attention: LocalTransformer": Case("local_attention", local_transformer)},
 ]

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.offload.__main__ import WAYS_OF_ZOO, ZOO, row
+from benchmarks.offload.__main__ import fit as fit_on_host
 from benchmarks.zoo import table
 from benchmarks.zoo.__main__ import in_a_child
 from benchmarks.zoo.cases import CASES, PREDICTED, QUICK
@@ -44,6 +46,21 @@ def test_a_model_trains_under_half_of_its_bytes(name: str) -> None:
     assert plain["held"] < 0.4 * plain["measured"], "activations are most of it"
     assert table.verdict(half, {}) in ("bit by bit", "to rounding"), half
     assert half["predicted"] == pytest.approx(half["measured"], rel=0.01)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", QUICK[:2])
+def test_a_model_trains_bit_by_bit_with_activations_on_the_host(name: str) -> None:
+    plain = fit_on_host(ZOO[name], "auto")
+    for techniques, bound in WAYS_OF_ZOO:
+        budget = int(0.75 * plain[1].live.peak) if bound else None
+        *_, predicted, measured, share, on_host, measured_there, moved, n, apart = row(
+            ZOO[name], techniques, budget, plain
+        )
+        assert (predicted, on_host, apart) == (measured, measured_there, "0")
+        assert int(share.rstrip("%")) <= 75
+        assert int(n) > 0
+        assert moved == on_host
 
 
 def fit(**changes: Any) -> dict[str, Any]:

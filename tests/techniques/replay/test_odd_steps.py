@@ -1,5 +1,5 @@
-"""Replayed steps with writes to views, in a loop, and with forward-mode derivatives take what their plan says and train
-as plain steps do; steps of which nothing can be replayed are refused with the right reason."""
+"""Replayed steps with writes to views, in a loop, with one_hot, and with forward-mode derivatives take what their plan
+says and train as plain steps do; steps of which nothing can be replayed are refused with the right reason."""
 
 from collections.abc import Callable
 
@@ -56,6 +56,16 @@ class WritesInLoop(OddStep):
         return (self._layers(found.sin()) - batch).square().mean()
 
 
+class OneHot(OddStep):
+    """`one_hot` is other operators on fake tensors than on real ones."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.first(batch)
+        for _ in range(3):
+            x = x + functional.one_hot(batch.argmax(-1), 16)
+        return (self._layers(x) - batch).square().mean()
+
+
 class Jvp(OddStep):
     def loss(self, batch: Tensor) -> Tensor:
         y, tangent = torch.func.jvp(self._layers, (batch,), (torch.ones_like(batch),))
@@ -72,7 +82,9 @@ class Dual(OddStep):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-@pytest.mark.parametrize(("kind", "share"), [(WritesToViews, 0.55), (WritesInLoop, None), (Jvp, 0.85), (Dual, None)])
+@pytest.mark.parametrize(
+    ("kind", "share"), [(WritesToViews, 0.55), (WritesInLoop, None), (OneHot, 0.6), (Jvp, 0.85), (Dual, None)]
+)
 def test_odd_steps_are_replayed_at_the_predicted_peak(
     kind: Callable[[], Trained], share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""A replayed step that runs other operators than its count is told once, by the first that differs; it stays exact."""
+"""A replayed step that runs other operators than its count is warned of once, by the first that differs; it stays exact."""
 
 import re
 import warnings
@@ -73,7 +73,7 @@ def trained(
     ("counter", r"operator \d+, where the step runs aten.sin.default, and the count aten.t.default"),
     ("once", ""), ("one_hot", ""), ("", ""),
 ])  # fmt: skip
-def test_a_step_that_runs_other_operators_than_its_count_is_told_once(
+def test_a_step_that_runs_other_operators_than_its_count_is_warned_of_once(
     kind: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _, _ = trained(kind, "auto", monkeypatch)
