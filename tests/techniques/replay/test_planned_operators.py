@@ -1,4 +1,4 @@
-"""A replayed step that runs other operators than its count is warned of once, by the first that differs; it stays exact."""
+"""A replayed step that runs other operators than its count is warned of once, by the first that differs, and is exact."""
 
 import re
 import warnings
