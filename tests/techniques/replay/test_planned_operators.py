@@ -1,4 +1,4 @@
-"""A replayed step that runs other operators than its count is warned of once, by the first that differs, and is exact."""
+"""A replayed step that runs other operators than its count is warned of once, by the first that differs."""
 
 import re
 import warnings
