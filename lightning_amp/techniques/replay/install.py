@@ -19,6 +19,8 @@ from lightning_amp.footprint.module_profile import GRADIENTS
 from lightning_amp.footprint.profile_module import counted_step
 from lightning_amp.footprint.run.inner_run import EnoughSeen
 from lightning_amp.footprint.step_recorder import StepRecorder
+from lightning_amp.holding import replacing
+from lightning_amp.own_operators import own_operators
 from lightning_amp.techniques.checks.planned_order import PlannedOrder
 from lightning_amp.techniques.contract.change import Change
 from lightning_amp.techniques.contract.protocol import StepToPlan
@@ -28,6 +30,7 @@ from lightning_amp.techniques.replay.row import ReplayOperators
 from lightning_amp.techniques.replay.stretches import Look, stretches_of
 from lightning_amp.techniques.replay.tape import Tape
 
+PLAIN_LOG = LightningModule.log
 RUNS_OTHERS = (
     "replay: the step runs other operators than the one that was counted for its plan; they differ first at operator"
     " {place}, where the step runs {found}, and the count {planned}. Results are exact, but segments end elsewhere, so"
@@ -65,8 +68,15 @@ def recorded(tape: Tape, module: nn.Module) -> Iterator[None]:
     """Record the operators of a module's step on a tape."""
     # on several ranks they share batch statistics, and run other operators than in the plan
     norms = [child for child in module.modules() if isinstance(child, AnyBatchNorm)]
-    with tape.as_one(norms), tape, tape.hooks():
+    with tape.as_one(norms), replacing(LightningModule, log=_log), tape, tape.hooks():
         yield
+
+
+@wraps(PLAIN_LOG)
+def _log(*args: Any, **kwargs: Any) -> None:
+    """Log a value; what Lightning computes for that is not part of a count, in which there is no run."""
+    with own_operators():
+        PLAIN_LOG(*args, **kwargs)
 
 
 def look(step: StepToPlan) -> Callable[[tuple[Rule, ...]], Replays]:

@@ -1,5 +1,5 @@
-"""Replayed steps with writes to views, in a loop, with one_hot, and with forward-mode derivatives take what their plan
-says and train as plain steps do; steps of which nothing can be replayed are refused with the right reason."""
+"""Replayed steps with writes to views, in a loop, with one_hot or self.log, and with forward-mode derivatives take what
+their plan says and train as plain steps do; steps of which nothing can be replayed are refused with the reason."""
 
 from collections.abc import Callable
 
@@ -66,6 +66,17 @@ class OneHot(OddStep):
         return (self._layers(x) - batch).square().mean()
 
 
+class Logs(OddStep):
+    """Lightning keeps logged values by other operators in a run than in a count, which has no logger."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.first(batch)
+        for i in range(4):
+            x = functional.gelu(getattr(self, f"layer{i}")(x))
+            self.log(f"mean{i}", x.mean())
+        return x.sin().square().mean()
+
+
 class Jvp(OddStep):
     def loss(self, batch: Tensor) -> Tensor:
         y, tangent = torch.func.jvp(self._layers, (batch,), (torch.ones_like(batch),))
@@ -82,9 +93,9 @@ class Dual(OddStep):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-@pytest.mark.parametrize(
-    ("kind", "share"), [(WritesToViews, 0.55), (WritesInLoop, None), (OneHot, 0.6), (Jvp, 0.85), (Dual, None)]
-)
+@pytest.mark.parametrize(("kind", "share"), [
+    (WritesToViews, 0.55), (WritesInLoop, None), (OneHot, 0.6), (Logs, 0.8), (Jvp, 0.85), (Dual, None),
+])  # fmt: skip
 def test_odd_steps_are_replayed_at_the_predicted_peak(
     kind: Callable[[], Trained], share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,8 @@ class Layers(Trained):
             x = x.sin()
         elif self.kind == "one_hot":
             x = x + functional.one_hot(batch[:, 0].argsort() % 16, 16)
+        elif self.kind == "log":
+            self.log("mean", x.mean(), on_step=True, on_epoch=True)
         elif self.kind == "once" and self.n_steps == 1:
             x = x.cos()
         for i in (1, 2, 3):
@@ -71,7 +73,7 @@ def trained(
 @pytest.mark.parametrize(("kind", "said"), [
     ("layout", r"operator \d+, where the step runs aten.clone.default, and the count aten.t.default"),
     ("counter", r"operator \d+, where the step runs aten.sin.default, and the count aten.t.default"),
-    ("once", ""), ("one_hot", ""), ("", ""),
+    ("once", ""), ("one_hot", ""), ("log", ""), ("", ""),
 ])  # fmt: skip
 def test_a_step_that_runs_other_operators_than_its_count_is_warned_of_once(
     kind: str, said: str, monkeypatch: pytest.MonkeyPatch
