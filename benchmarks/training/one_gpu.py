@@ -35,7 +35,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 DEVICES = ("RTX 4090", "A100-80GB", "H100")
 TOKENS, NO_HOST, GPUS = 2048, "1KiB", 8
 HEADER = (
-    *("model", "GPU", "as it is", "without the host", "with the host", "on the host", "step"),
+    *("model", "GPU", "as it is", "without the host", "with the host", "on the host"),
     f"FSDP and checkpointing on {GPUS}",
 )
 
@@ -66,9 +66,12 @@ def planned(sizes: dict[str, int], device: str, *, tokens: int, **request: Any) 
 
 
 def fits(plan: Any) -> str:
-    """What a plan takes, and by which techniques, or that it does not fit."""
+    """What a plan takes, the seconds of its batch and its techniques, or that it does not fit."""
     by = ", ".join(name for name in plan.strategies if name != "S1") or "nothing"
-    return f"{format_bytes(plan.predicted_peak_bytes)}, {by}" if plan.fits else "does not fit"
+    seconds = (plan.predicted_step_seconds or 0.0) + (plan.predicted_rest_seconds or 0.0)
+    return (
+        f"{format_bytes(plan.predicted_peak_bytes)}, {format_seconds(seconds)}, {by}" if plan.fits else "does not fit"
+    )
 
 
 def row(name: str, sizes: dict[str, int], device: str, *, host: str, tokens: int) -> list[str]:
@@ -77,11 +80,9 @@ def row(name: str, sizes: dict[str, int], device: str, *, host: str, tokens: int
     whole = without.diagnosis.peak_bytes
     beside = planned(sizes, device, tokens=tokens, host_memory=host) if without.strategies else without
     split = planned(sizes, device, tokens=tokens, devices=GPUS, strategies="fsdp,recompute")
-    seconds = format_seconds(beside.predicted_step_seconds or 0.0)
     return [
         *(name, device, format_bytes(whole), fits(without), fits(beside)),
-        *(format_bytes(host_bytes_of(beside.rules)), seconds if beside.fits else ""),
-        fits(split),
+        *(format_bytes(host_bytes_of(beside.rules)), fits(split)),
     ]
 
 
@@ -113,10 +114,9 @@ def hic_row(name: str, device: str) -> list[str]:
     plain = lightning_amp.plan(data, batch_size=CELLS, rates=device, strategies="S1", device_memory="100TiB")
     made = lightning_amp.plan(data, batch_size=CELLS, rates=device)
     host = host_bytes_of(made.rules)
-    seconds = format_seconds((made.predicted_step_seconds or 0.0) + (made.predicted_rest_seconds or 0.0))
     return [
         *(name, device, format_bytes(plain.predicted_peak_bytes), "" if host else fits(made), fits(made)),
-        *(format_bytes(host), seconds if made.fits else "", ""),
+        *(format_bytes(host), ""),
     ]
 
 

@@ -98,6 +98,7 @@ def _plan_of_step(
     options: dict[str, Any],
 ) -> PlannedStep:
     # imported late: torch takes seconds to import
+    from lightning_amp.footprint.copies.other_lengths import length_of_dim
     from lightning_amp.lightning.profiling.plan_of_module import plan_of_module
 
     requested = _requested(arguments, options)
@@ -113,6 +114,10 @@ def _plan_of_step(
     host = getattr(arguments, "host_memory", None)
     if host is not None:
         options["host_memory"] = _checked("host_memory", host, request["strategies"])
+    largest = None if (given := getattr(arguments, "largest", None)) is None else _dimension(given)
+    if largest is not None:
+        # refused before the plan, which may take minutes
+        length_of_dim(batch, *largest)
     del request["batch_size"]
     speeds = getattr(arguments, "device_speeds", None) or options.get("device_speeds")
     # what a fit would measure is not known here
@@ -130,8 +135,8 @@ def _plan_of_step(
     code = made.code() if getattr(arguments, "show_code", False) else ""
     plan, found = made.plan, made.answers()
     answers, said = ({}, ()) if found is None else (found.to_dict(), found.said)
-    if (given := getattr(arguments, "largest", None)) is not None:
-        name, dim = _dimension(given)
+    if largest is not None:
+        name, dim = largest
         length = made.largest(name, dim)
         said = (*said, f"the largest length of dimension {dim} of {name!r} that fits: {length or 'none'}")
         answers["largest_length"] = {"tensor": name, "dim": dim, "length": length}

@@ -77,6 +77,8 @@ class ProfiledStep:
         facts: Technique -> result of the `look` function of its row in the table.
         requested: Technique -> spec that the user or a given plan requests; without one the policy decides.
         host_memory: Most bytes of host memory that techniques of the policy may take on a rank; None for no bound.
+        host_room: Bytes of host memory that are free for a rank, which bound what has no other bound; None outside a
+            fit, where they are not known.
         refused: Technique that this module does not support -> reason.
         beyond: Sets of techniques -> bytes by which counts with them installed exceeded the prediction.
         counts: Sets of techniques -> least peak of a step that was counted with them.
@@ -100,6 +102,7 @@ class ProfiledStep:
     facts: Mapping[str, Any] = field(default_factory=dict)
     requested: Mapping[str, Spec] = field(default_factory=dict)
     host_memory: int | None = None
+    host_room: int | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     beyond: Mapping[frozenset[str], tuple[int, ...]] = field(default_factory=dict)
     counts: Mapping[frozenset[str], int] = field(default_factory=dict)

@@ -39,7 +39,8 @@ class Prediction:
         needs_ranks: Number of ranks that it needs at least.
         counted: Whether its savings show when the step is counted on one device with its rules installed.
         slow: Whether its search takes seconds, which are saved if a step fits without it.
-        last_resort: Whether it is combined with others only if no plan without it fits.
+        last_resort: Whether it is combined with others only if no plan that fits is as fast as that could be. Its own
+            seconds are the same beside others.
         quiet: Whether a diagnosis leaves it out of steps that refuse it: those of modules that it is not made for.
         variants: Step and ranks -> the step with each way to apply the technique; the fastest that fits is taken.
         last_variants: The same, of ways that are compared only if nothing else fits the budget.

@@ -280,14 +280,24 @@ def test_a_class_is_planned_without_a_configuration(config: str, capsys: Any) ->
     ):
         refused([*named, *more], said, capsys)
     refused(["plan", "deep_model:Deep"], "was named without --batch", capsys)
-    for asked, said in (
-        ("batch:2", "dim=2 is not supported for 'batch'"),
-        ("x", "'x' is no tensor of the batch; allowed are 'batch'"),
-        ("ids:", "write NAME or NAME:DIM, for example ids or image:2"),
-        ("batch:1", "the step does not run with other lengths than 64"),
-    ):
-        refused([*named, "--largest", asked], said, capsys)
+    refused([*named, "--largest", "batch:1"], "the step does not run with other lengths than 64", capsys)
     refused(["plan", "data", "--largest", "ids"], "--largest requires --config FILE.yaml or MODULE:CLASS", capsys)
+
+
+def test_a_dimension_that_the_batch_does_not_have_is_found_before_planning(
+    config: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned_first(*_: Any, **__: Any) -> None:
+        raise AssertionError("it is planned")
+
+    monkeypatch.setattr("lightning_amp.lightning.profiling.plan_of_module.plan_of_module", planned_first)
+    for asked, said in (
+        ("x", "'x' is no tensor of the batch; allowed are 'batch'"),
+        ("batch:2", "dim=2 is not supported for 'batch'"),
+        ("ids:", "write NAME or NAME:DIM, for example ids or image:2"),
+    ):
+        for named in (["--config", config], ["deep_model:Deep", "--batch", "600x64"]):
+            refused(["plan", *named, "--device-memory", "3MiB", "--largest", asked], said, capsys)
 
 
 def test_any_number_of_devices(config: str, capsys: Any) -> None:

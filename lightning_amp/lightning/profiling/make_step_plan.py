@@ -1,13 +1,16 @@
 """Make the plan of a module's training step: the one function for a fit and for a plan without a run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.chain import Chain
+from lightning_amp.footprint.module_profile import ModuleProfile
 from lightning_amp.lightning.profiling.dry_steps import with_spec
 from lightning_amp.lightning.profiling.split_samples import samples_may_be_split, with_split_samples
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
@@ -15,6 +18,7 @@ from lightning_amp.lightning.profiling.step_of_ranks import on_top_of
 from lightning_amp.planning.base.base_plan import plan_without_decoder
 from lightning_amp.planning.base.plan_request import PlanRequest
 from lightning_amp.planning.base.rules import with_memory, with_requested, with_speeds
+from lightning_amp.planning.modules.on_device import OF_DECODER, Device, made_for, on_device
 from lightning_amp.planning.modules.plan_decoder import OnTopOf, plan_decoder, split_by_decoder
 from lightning_amp.planning.modules.plan_module import model_axis_size, plan_module, split_by_planner
 from lightning_amp.planning.plan.plan import Plan
@@ -39,6 +43,33 @@ class StepPlan:
     plan: Plan
     step: StepOfModule | None = None
     seen: ProfiledStep | None = None
+
+    @property
+    def counted(self) -> ModuleProfile | str:
+        """The step with the plan's rules as it was counted, or why it was not."""
+        plan = self.plan
+        if self.step is not None and plan.diagnosis is not None:
+            return self.step.as_planned(plan)
+        return plan.uncounted or (f"the bytes of {plan.evaluates} are estimated" if plan.evaluates else OF_DECODER)
+
+
+def plan_on_device(
+    given: PlanRequest, make: Callable[[PlanRequest], StepPlan], *, device: Device | None, module: LightningModule
+) -> StepPlan:
+    """Plan a step within what a process may take of its device, and choose the blocks to compile.
+
+    Args:
+        make: Makes the plan of a request for a budget of tensors, such as `make_step_plan`.
+        device: None if tensors alone count.
+    """
+    found = list[StepPlan]()
+
+    def made(less: int) -> Plan:
+        found.append(make(given.less(less)))
+        return on_device(found[-1].plan, device, found[-1].counted)
+
+    plan, last = made_for(made), found[-1]
+    return replace(last, plan=with_compiled(plan, given, module, None if last.seen is None else last.seen.chain))
 
 
 def make_step_plan(given: PlanRequest, step: StepOfModule | None, seen: ProfiledStep | None) -> StepPlan:

@@ -1,7 +1,7 @@
 """Plan any module from one batch, without a run: for `lightning_amp.plan` and for `lightning-amp plan --config`."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, cached_property
@@ -21,13 +21,13 @@ from lightning_amp.footprint.module_profile import PARAMETERS
 from lightning_amp.footprint.run.run_settings import RunSettings
 from lightning_amp.footprint.target_device import settings_of
 from lightning_amp.lightning.profiling.dry_steps import DrySteps
-from lightning_amp.lightning.profiling.make_step_plan import StepPlan, make_step_plan, with_compiled
+from lightning_amp.lightning.profiling.make_step_plan import StepPlan, make_step_plan, plan_on_device
 from lightning_amp.lightning.profiling.module_plan import ModulePlan
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.planning.base.plan_request import PlanRequest, StepRequest
+from lightning_amp.planning.base.plan_request import PlanRequest, StepRequest, compile_option
 from lightning_amp.planning.base.rules import without_shared_statistics
-from lightning_amp.planning.modules.on_device import Device, made_for, on_device
+from lightning_amp.planning.modules.on_device import Device
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.progress import shown_if_long
@@ -216,23 +216,23 @@ class Planner:
                 " these were not called; call them before: module.configure_model()"
             )
 
-    def _inputs(self, n: int, budgets: Sequence[int], sizes: Sizes | None = None) -> PlanRequest:
-        data, shape, notes = sizes or self._sizes
+    def _inputs(self, n: int, sizes: Sizes | None = None) -> PlanRequest:
+        (data, shape, notes), policy = sizes or self._sizes, self._request["policy"]
         return PlanRequest(
             data=data,
             shape=replace(shape, profiled=not shape.decoder),
             rates=self._rates,
             devices=n,
             node_devices=self._request.get("node_devices"),
-            memory=tuple(budgets),
+            memory=self._memory_on(n),
             memory_named=self._request["device_memory"] is not None,
-            policy=self._request["policy"],
+            policy=policy,
             strategies=self._ids if self._named else None,
             model_parallel_size=self._size,
             micro_batches=self._options.get("micro_batches"),
             speeds=self._speeds if n == self._devices else (),
             steps=self._steps,
-            compile=self._options.get("compile") or False,
+            compile=compile_option(self._options.get("compile"), chooses=policy == "auto" and not self._named),
             notes=tuple(notes),
             check=self._check,
             **vars(self._request_of_step(n)),
@@ -240,23 +240,17 @@ class Planner:
 
     def made_on(self, n: int) -> StepPlan:
         """Plan the step on `n` devices."""
-        device = Device.of(self._rates.memory, self._request["device_memory"], n)
-        budgets, found = self._memory_on(n), list[StepPlan]()
-
-        def made(less: int) -> Plan:
-            inputs = self._inputs(n, [max(1, budget - less) for budget in budgets])
-            planned = make_step_plan(inputs, self._step, counted)
-            found.append(planned)
-            assert planned.step is not None, "it is counted"
-            return on_device(planned.plan, device, planned.step.as_planned(planned.plan))
-
         with self.counting():
             counted = None
             if not self._sizes[1].decoder:
                 counted = self._seen if n == self._devices else self._look(self._step, n)
-            plan, inputs = made_for(made), self._inputs(n, budgets)
-            plan = with_compiled(plan, inputs, self._module, self._seen.chain if inputs.compile else None)
-        return replace(found[-1], plan=replace(plan, notes=(*plan.notes, *self._on_decoders)))
+            made = plan_on_device(
+                self._inputs(n),
+                lambda given: make_step_plan(given, self._step, counted),
+                device=Device.of(self._rates.memory, self._request["device_memory"], n),
+                module=self._module,
+            )
+        return replace(made, plan=replace(made.plan, notes=(*made.plan.notes, *self._on_decoders)))
 
     def _profiled_at(self, n: int | None, other: Any = None) -> tuple[StepOfModule, ProfiledStep]:
         step = self._step_at(n, other)
@@ -270,5 +264,5 @@ class Planner:
 
     def _planned_at(self, n: int | None, other: Any = None) -> Plan:
         with self.counting():
-            inputs = self._inputs(self._devices, self._memory_on(self._devices), self._sizes_at(n))
+            inputs = self._inputs(self._devices, self._sizes_at(n))
             return make_step_plan(inputs, self._step_at(n, other), None).plan

@@ -4,7 +4,7 @@ A fit and a plan without a run call the same function, so that both have the sam
 module's steps (`sequence`, `tensor3d`) is profiled as rank 0 would run it, which takes seconds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -47,15 +47,8 @@ def with_split_samples(
         node_ranks: Ranks of one node; only techniques on the data axis cross nodes.
         rates: Rates of the device.
     """
-    ranks = whole.mesh.ranks
     found = list[tuple[str, Plan, StepOfModule]]()
-    for name, row in STRATEGIES.items():
-        # techniques on the data axis may cross nodes, and may be faster than a plan that fits
-        n = ranks if row.data_axis else node_ranks
-        if not row.steps or n < 2 or not (row.data_axis or whole.fits is False):
-            continue
-        dry = DrySteps.of_request((name,), SimpleNamespace(), node_ranks, run_ranks=ranks, budget=whole.budget_bytes)
-        assert dry is not None, "it has steps"
+    for name, dry in _ways(whole, node_ranks, trains=True):
         counted = step.with_steps(dry)
         try:
             seen = counted.profiled(rates)
@@ -81,8 +74,7 @@ def with_split_samples(
     if not found:
         return whole, step
     name, best, counted = min(found, key=lambda one: _batch_seconds(one[1]))
-    # a plan that splits samples or layers must be faster by more than the tie margin
-    if whole.fits and _batch_seconds(best) * TIE > _batch_seconds(whole):
+    if not _is_better(best, whole):
         return whole, step
     if whole.fits:
         why = f"{', '.join(whole.strategies)} takes {_batch_seconds(whole) / _batch_seconds(best):.1f} times as long"
@@ -115,12 +107,7 @@ def with_split_evaluation(
         base: As in `with_split_samples`.
     """
     found = [whole] if whole.fits else []
-    for name, row in STRATEGIES.items():
-        if not row.steps or row.data_axis or node_ranks < 2:
-            continue
-        options = SimpleNamespace()
-        dry = DrySteps.of_request((name,), options, node_ranks, run_ranks=whole.mesh.ranks, budget=whole.budget_bytes)
-        assert dry is not None, "it has steps"
+    for name, dry in _ways(whole, node_ranks, trains=False):
         try:
             plan = evaluation.split(dry, partial(base, name, dry), rates, notes)
             why = f"{name} needs {format_bytes(plan.predicted_peak_bytes)} on as many ranks"
@@ -134,12 +121,24 @@ def with_split_evaluation(
         found = [replace(one, notes=(*one.notes, Explanation(why))) for one in found]
         whole = replace(whole, notes=(*whole.notes, Explanation(why)))
     best = min(found, key=_batch_seconds, default=whole)
-    # samples are split if that is faster by more than the tie margin
-    return (
-        whole
-        if whole.fits and _batch_seconds(best) * TIE > _batch_seconds(whole)
-        else replace(best, policy=whole.policy)
-    )
+    return replace(best, policy=whole.policy) if _is_better(best, whole) else whole
+
+
+def _ways(whole: Plan, node_ranks: int, *, trains: bool) -> Iterator[tuple[str, DrySteps]]:
+    """Yield the techniques that replace the module's steps over several ranks, with their steps."""
+    ranks, budget = whole.mesh.ranks, whole.budget_bytes
+    for name, row in STRATEGIES.items():
+        # techniques on the data axis are for training: they may cross nodes, and be faster than a plan that fits
+        wanted = (row.data_axis or whole.fits is False) if trains else not row.data_axis
+        if row.steps and wanted and (ranks if row.data_axis else node_ranks) > 1:
+            dry = DrySteps.of_request((name,), SimpleNamespace(), node_ranks, run_ranks=ranks, budget=budget)
+            assert dry is not None, "it has steps"
+            yield name, dry
+
+
+def _is_better(split: Plan, whole: Plan) -> bool:
+    """Whether a plan that splits samples or layers is taken: it must be faster by more than the tie margin."""
+    return not whole.fits or _batch_seconds(split) * TIE <= _batch_seconds(whole)
 
 
 def _batch_seconds(plan: Plan) -> float:

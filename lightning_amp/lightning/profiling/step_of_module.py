@@ -158,6 +158,7 @@ class StepOfModule:
             partial_sizes=() if self.axis is None else self._partial_sizes(),
             requested=request.requested,
             host_memory=request.host_memory,
+            host_room=request.host_room,
             facts=first_of(looked, facts_of_step(self.module, step)),
             refused=first_of(self._conflicting(), refused, failed),
             notes=tuple(self._notes(step)),

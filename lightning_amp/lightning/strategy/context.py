@@ -27,20 +27,26 @@ from lightning_amp.lightning.profiling.loaders import CellsOrReason, cells_per_s
 from lightning_amp.lightning.profiling.make_step_plan import without_compiled
 from lightning_amp.lightning.profiling.shape_of_module import read_shape
 from lightning_amp.lightning.profiling.step_of_module import StepOfModule
-from lightning_amp.lightning.strategy.hardware import allocator_settings, least_budget, measured_speeds, memory_beside
+from lightning_amp.lightning.strategy.hardware import (
+    allocator_settings,
+    host_room,
+    least_budget,
+    measured_speeds,
+    memory_beside,
+)
 from lightning_amp.lightning.strategy.mesh_strategy import MeshStrategy
 from lightning_amp.lightning.strategy.refusals import without_stages
 from lightning_amp.lightning.strategy.request import Request
 from lightning_amp.models.glue import GLUE
-from lightning_amp.planning.base.plan_request import PlanRequest, StepRequest
-from lightning_amp.planning.modules.on_device import OF_DECODER, Device
+from lightning_amp.planning.base.plan_request import PlanRequest, StepRequest, compile_option
+from lightning_amp.planning.modules.on_device import Device
 from lightning_amp.planning.modules.plan_module import counted_rules
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.profiling.profile import Profile
 from lightning_amp.profiling.read_profile import profile as read_profile
 from lightning_amp.quantities import memory_of_ranks
 from lightning_amp.techniques.contract.protocol import find_decoders
-from lightning_amp.techniques.host_memory.limit import host_memory_of
+from lightning_amp.techniques.host_memory.limit import host_memory_of, within
 from lightning_amp.techniques.rates_of import rates_of
 from lightning_amp.techniques.table import EVALUATED, STRATEGIES, parse_strategies, technique_of_steps
 
@@ -174,6 +180,7 @@ class PlanningContext:
         return StepRequest(
             requested=self.request.specs,
             host_memory=host_memory_of(self.request),
+            host_room=self.host_room,
             shared_statistics=self.strategy.world_size > 1 and self.request.share_batch_statistics,
         )
 
@@ -198,8 +205,7 @@ class PlanningContext:
             micro_batches=request.micro_batches,
             speeds=self.speeds,
             steps=self.steps,
-            # "auto" compiles where the policy chooses everything else
-            compile=request.compile if request.compile != "auto" or request.chooses else False,
+            compile=compile_option(request.compile, chooses=request.chooses),
             steps_of_run=self.steps_of_run,
             notes=(*note, *notes),
             **vars(self._request_of_step),
@@ -260,6 +266,12 @@ class PlanningContext:
             budgets = memory_of_ranks(named, run.world_size)
         return Device(memory=memory, budgets=budgets, settings=allocator_settings())
 
+    @cached_property
+    def host_room(self) -> int:
+        """Bytes of host memory that are free for each rank; decided once in a run. The first access is collective."""
+        run, module = self.strategy, self.trainer.lightning_module
+        return host_room(run.root_device, module, node_ranks=run.num_processes, n_ranks=run.world_size)
+
     @property
     def budget(self) -> int:
         """Bytes of the smallest device."""
@@ -288,18 +300,14 @@ class PlanningContext:
         vars(fewer)["memory"] = (n_bytes,)
         return fewer
 
-    def less(self, n_bytes: int) -> "PlanningContext":
-        """Return the inputs with so many bytes of tensors less on each device; all other values are shared."""
-        if not n_bytes:
-            return self
-        fewer = copy.copy(self)
-        vars(fewer)["memory"] = tuple(max(1, n - n_bytes) for n in self.memory)
-        return fewer
-
     def read_again(self) -> None:
         """Read the module's shape and step again for the next plan, for it has changed."""
         for name in ("read", "profiled"):
             vars(self).pop(name, None)
+
+    def to_install(self, plan: Plan) -> Plan:
+        """Return a plan for an installation: rules without a bound for the host may take what is free there."""
+        return replace(plan, rules=within(plan.rules, self.host_room))
 
     def predicted_step(self, plan: Plan) -> ModuleProfile | None:
         """Return the profile of a plan's step; None if a technique's bytes come from closed forms, not a count.
@@ -310,12 +318,6 @@ class PlanningContext:
         if self.step is None or plan.mesh.model > 1 or counted_rules(plan) != rules:
             return None
         return self.step.profile_with(rules)
-
-    def as_planned(self, plan: Plan, step: StepOfModule | None) -> ModuleProfile | str:
-        """Return the step with which a plan was made with its rules, as it was counted, or why it was not."""
-        if step is not None and plan.diagnosis is not None:
-            return step.as_planned(plan)
-        return self.not_profiled or (f"the bytes of {plan.evaluates} are estimated" if plan.evaluates else OF_DECODER)
 
     def forget_step(self) -> None:
         """Free the batch that the step was profiled with; the profile is kept."""

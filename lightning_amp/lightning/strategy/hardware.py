@@ -20,6 +20,7 @@ from lightning_amp.costs.device_rates import Rates
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.trace.allocator_settings import AllocatorSettings, rounded
 from lightning_amp.lightning._compat import update_properties
+from lightning_amp.techniques.host_memory.limit import free_bytes
 
 
 def device_budget(device: torch.device, *, node_ranks: int) -> int:
@@ -95,6 +96,20 @@ def least_budget(device: torch.device, *, node_ranks: int, n_ranks: int) -> int:
     dist.all_gather_object(everyones, mine)
     ranks_on = Counter(gpu for _, gpu in everyones)
     return min(n_bytes // ranks_on[gpu] for n_bytes, gpu in everyones)
+
+
+def host_room(device: torch.device, module: nn.Module, *, node_ranks: int, n_ranks: int) -> int:
+    """Return what a rank may take of the host's free memory: the least of the ranks; a collective of several.
+
+    Parameters that are on the host of a GPU count as free: they go to the GPU, or shards take their place.
+    """
+    own = free_bytes(node_ranks)
+    if device.type != "cpu":
+        own += sum(parameter.nbytes for parameter in module.parameters() if parameter.device.type == "cpu")
+    everyones = [own] * n_ranks
+    if n_ranks > 1:
+        dist.all_gather_object(everyones, own)
+    return min(everyones)
 
 
 def hold_budget(device: torch.device, budget: int) -> Callable[[], None]:

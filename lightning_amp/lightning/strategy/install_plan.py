@@ -343,7 +343,7 @@ class InstalledPlan:
     def _install(self, plan: Plan, *, within: list[str] | None = None) -> None:
         """Install a plan in the module, which must have no installed plan, or only within some of its decoders."""
         refusals.check_compiled(self._model, plan)
-        made = install(self._model, plan, self._strategy.mesh, within=within)
+        made = install(self._model, self._facts.to_install(plan), self._strategy.mesh, within=within)
         if within is None:
             self._installed = made
         else:

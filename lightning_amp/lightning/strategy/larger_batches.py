@@ -30,13 +30,12 @@ from lightning_amp.errors import AmpError, DoesNotFitError, PlanError
 from lightning_amp.footprint.confirm_count import Shape, shapes_of
 from lightning_amp.lightning._compat import rank_zero_info, rank_zero_warn
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
-from lightning_amp.lightning.profiling.make_step_plan import make_step_plan
+from lightning_amp.lightning.profiling.make_step_plan import make_step_plan, plan_on_device
 from lightning_amp.lightning.steps.counted_batches import growth_of, may_exceed
 from lightning_amp.lightning.steps.out_of_memory import largest
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.largest_rank import NOT_COUNTED, for_largest_batch, largest_of_ranks
 from lightning_amp.on_demand import first_of
-from lightning_amp.planning.modules.on_device import made_for, on_device
 from lightning_amp.planning.plan.plan import Explanation, Plan
 from lightning_amp.planning.reports.plan_report import shortfall, techniques
 from lightning_amp.progress import shown_if_long
@@ -211,8 +210,11 @@ class LargerBatches:
         return f"batch {number}, which is larger than those before{which}"
 
 
-def _between_batches(counting: PlanningContext, before: Plan) -> Plan:
+def _between_batches(counting: PlanningContext, before: Plan, *, reserve: int = 0) -> Plan:
     """Make a plan for another batch, of the techniques that may change between two batches.
+
+    Args:
+        reserve: Bytes of the budget that the plan leaves.
 
     Raises:
         PlanError: The techniques of the plan before may not change, or were given.
@@ -229,21 +231,23 @@ def _between_batches(counting: PlanningContext, before: Plan) -> Plan:
     late = dict.fromkeys((name for name in PREDICTIONS if name not in BETWEEN_BATCHES), BEGUN)
     allowed = stage_search().without(replace(seen, refused=first_of(seen.refused, late)), BEGUN)
 
-    def made(less: int) -> Plan:
-        fewer = anew.less(less)
-        found = make_step_plan(fewer.inputs(model_ranks=1), fewer.step, allowed)
-        return on_device(found.plan, fewer.device, fewer.as_planned(found.plan, found.step))
-
-    return _continued(made_for(made), before, anew)
+    made = plan_on_device(
+        # compiled blocks stay as they are
+        replace(anew.inputs(model_ranks=1), compile=False).less(reserve),
+        lambda given: make_step_plan(given, anew.step, allowed),
+        device=anew.device,
+        module=anew.trainer.lightning_module,
+    )
+    return _continued(made.plan, before)
 
 
 def _with_reserve(counting: PlanningContext, before: Plan) -> Plan:
     """Make a plan for a batch with room for others, of which values may decide more; without room if none has it."""
-    found = _between_batches(counting.less(int(RESERVE * counting.budget)), before)
+    found = _between_batches(counting, before, reserve=int(RESERVE * counting.budget))
     return _between_batches(counting, before) if found.fits is False else replace(found, budget_bytes=counting.budget)
 
 
-def _continued(plan: Plan, before: Plan, facts: PlanningContext) -> Plan:
+def _continued(plan: Plan, before: Plan) -> Plan:
     """Return a new plan with what a run that has begun keeps: its ranks, its validation, rules beside techniques."""
     names = {name for name in before.strategies if name not in PREDICTIONS}
     rules = [rule for rule in before.rules if rule.strategy not in PREDICTIONS]

@@ -1,6 +1,6 @@
 """Make the plan of a run from Trainer, data and module, on rank 0 in `setup`, before optimisers exist."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,23 +12,22 @@ from lightning_amp.lightning.profiling.make_step_plan import (
     base_plan,
     counts_on_top_of,
     make_step_plan,
-    with_compiled,
+    plan_on_device,
 )
 from lightning_amp.lightning.profiling.split_samples import with_split_evaluation
-from lightning_amp.lightning.profiling.step_of_module import StepOfModule
 from lightning_amp.lightning.strategy.context import PlanningContext
 from lightning_amp.lightning.strategy.largest_rank import for_largest_rank
 from lightning_amp.lightning.strategy.validation_of_fit import with_validation
 from lightning_amp.planning.base import rules as base_rules
 from lightning_amp.planning.base.base_plan import kept_bytes
 from lightning_amp.planning.base.plan_request import PlanRequest
-from lightning_amp.planning.modules.on_device import made_for, on_device
 from lightning_amp.planning.modules.plan_decoder import predict_decoder_again, split_by_decoder
 from lightning_amp.planning.modules.plan_module import plan_again, split_by_planner
 from lightning_amp.planning.plan.plan import Plan
 from lightning_amp.planning.policies.build_rules import ends_of
 from lightning_amp.planning.policies.make_plan import predicted_fields
 from lightning_amp.progress import shown_if_long
+from lightning_amp.techniques.host_memory.limit import refuse_beyond
 from lightning_amp.techniques.table import EVALUATED, PREDICTIONS, STRATEGIES, in_order, is_of_decoder
 
 
@@ -51,34 +50,23 @@ def resolve_plan(
         AmpError: The error that rank 0 raised.
         PlanError: The plan is for another number of ranks, or ranks differ in its inputs.
     """
-    request, strategy, _ = facts.request, facts.strategy, (facts.speeds, facts.memory)
+    request, strategy, _ = facts.request, facts.strategy, (facts.speeds, facts.memory, facts.host_room)
 
     @shown_if_long("planning", show=facts.trainer.progress_bar_callback is not None)
     def decide() -> Plan:
-        requested = request.given_plan if given is None else given
+        requested, module = request.given_plan if given is None else given, facts.trainer.lightning_module
+        inputs = facts.inputs(strategies, model_ranks)
         if requested is None or strategies is not None:
-            made = _plan_of_decoder if facts.read[1].decoder else _plan_of_module
-            return compiled(made_for(lambda less: made_with(made, less)))
-        again = base_rules.with_memory(predict_anew(requested, facts), facts.memory)
-        return compiled(compared(again, facts, facts.step))
+            return plan_on_device(inputs, made, device=facts.device, module=module).plan
+        again = with_validation(base_rules.with_memory(predict_anew(requested, facts), facts.memory), facts)
+        found = StepPlan(plan=again, step=facts.step, seen=facts.profiled[0])
+        return plan_on_device(inputs, lambda _: found, device=facts.device, module=module).plan
 
-    def compiled(found: Plan) -> Plan:
-        seen = facts.profiled[0]
-        return with_compiled(
-            found, facts.inputs(), facts.trainer.lightning_module, None if seen is None else seen.chain
-        )
-
-    def made_with(made: Callable[[PlanningContext, PlanRequest], StepPlan], less: int) -> Plan:
-        fewer = facts.less(less)
-        found = made(fewer, fewer.inputs(strategies, model_ranks))
+    def made(inputs: PlanRequest) -> StepPlan:
+        found = (_plan_of_decoder if inputs.shape.decoder else _plan_of_module)(facts, inputs)
         if facts.counts_decoder:
-            fewer.keep_profiled(found.seen)
             facts.keep_profiled(found.seen)
-        return compared(found.plan, fewer, found.step)
-
-    def compared(found: Plan, facts: PlanningContext, step: StepOfModule | None) -> Plan:
-        found = with_validation(found, facts)
-        return on_device(found, facts.device, facts.as_planned(found, step))
+        return replace(found, plan=with_validation(found.plan, facts))
 
     try:
         plan = decide_on_one_rank(decide, rank=strategy.global_rank, broadcast=strategy.broadcast)
@@ -110,7 +98,7 @@ def _plan_of_module(facts: PlanningContext, given: PlanRequest) -> StepPlan:
         requested += _without_profile(named or (), facts)
     if facts.evaluation is not None:
         return StepPlan(plan=_of_evaluation(facts, given, facts.evaluation, requested, named))
-    made = _evaluated(_without_step(facts, replace(given, strategies=requested)), facts, named)
+    made = _evaluated(_without_step(facts, replace(given, strategies=requested)), facts, given, named)
     return StepPlan(plan=replace(made, uncounted=facts.not_profiled))
 
 
@@ -132,7 +120,7 @@ def _of_evaluation(
                 raise
             uncounted = made()
             return replace(uncounted, notes=(*uncounted.notes, f"the peak is not known: {error}"))
-    whole = _evaluated(made(), facts, named)
+    whole = _evaluated(made(), facts, given, named)
     free = facts.request.chooses and given.strategies is None and given.model_parallel_size == "auto"
     if not free or not whole.evaluates or (whole.fits and EVALUATED not in whole.strategies):
         return whole
@@ -156,12 +144,12 @@ def _plan_of_decoder(facts: PlanningContext, given: PlanRequest) -> StepPlan:
     if requested is not None:
         requested += _without_profile(named or (), facts)
     made = _without_step(facts, replace(given, strategies=requested))
-    return StepPlan(plan=_evaluated(made, facts, named or None))
+    return StepPlan(plan=_evaluated(made, facts, given, named or None))
 
 
 def _without_step(facts: PlanningContext, given: PlanRequest) -> Plan:
     """Make the plan that needs no count of a step."""
-    return base_rules.with_memory(base_plan(given, uncounted=facts.profiled[1]), facts.memory)
+    return base_rules.with_memory(base_plan(given, uncounted=facts.profiled[1]), given.memory)
 
 
 def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
@@ -185,7 +173,7 @@ def _without_profile(named: Sequence[str], facts: PlanningContext) -> list[str]:
     return [name for name in named if name not in needing]
 
 
-def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) -> Plan:
+def _evaluated(made: Plan, facts: PlanningContext, given: PlanRequest, named: Sequence[str] | None) -> Plan:
     """Add chunked evaluation to the plan of a run that does not train, by the fit's rules or for a budget.
 
     Raises:
@@ -194,7 +182,7 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
     rules = facts.in_chunks
     if facts.evaluation is not None and (named is None or EVALUATED in named):
         try:
-            made, rules = facts.evaluation.within(facts.budget, made, *facts.rates)
+            made, rules = facts.evaluation.within(min(given.memory), made, *facts.rates)
         except AmpError as error:
             if named is not None:
                 raise PlanError(f"{EVALUATED} is not supported: its bytes are not known: {error}") from error
@@ -207,6 +195,7 @@ def _evaluated(made: Plan, facts: PlanningContext, named: Sequence[str] | None) 
 
 def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     """Update a given plan with the prediction and budget of this run; its old ones belong to another model."""
+    refuse_beyond(plan.rules, facts.host_room)
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
     notes = notes + note + base_rules.too_few_cells(profile, plan.mesh, shape.batch_size)
     notes += base_rules.remarks({rule.strategy: rule.spec for rule in plan.rules}, launches=rates.launches)

@@ -148,7 +148,7 @@ class AMPStrategy(MeshStrategy):
             fsdp_offload: For `strategies="fsdp"`: whether parameter shards are kept in host memory.
             chunk_queries: For `strategies="S3"`: queries of a chunk of local attention; None for 128, as in the paper.
             chunk_policy: For `strategies="chunk"`: choose regions by time, "auto", or by AutoChunk's cost, "paper".
-            host_memory: Most host memory of a rank; None: 80 % of what is free.
+            host_memory: Most host memory of a rank; None: its part of 80 % of what its node has free.
             device_speeds: Speeds of all ranks, by which they get stages and strata; "measure"; or None, equal speeds.
             tensor_grid: For `strategies="tensor3d"`: ranks (x, y, z); x and y split features, z rows of the batch.
             tensor_overlap: For `strategies="tensor3d"`: collectives that overlap with compute.

@@ -26,11 +26,13 @@ class StepRequest:
     Attributes:
         requested: Requested specs, by technique.
         host_memory: Most bytes of host memory that the policy may take on a rank; None means any.
+        host_room: Bytes of host memory that are free for a rank of a fit; None outside a fit.
         shared_statistics: Whether ranks share batch statistics.
     """
 
     requested: Mapping[str, Spec] = field(default_factory=dict)
     host_memory: int | None = None
+    host_room: int | None = None
     shared_statistics: bool = False
 
 
@@ -102,6 +104,10 @@ class PlanRequest(StepRequest):
         """Ranks of one node if there are several nodes; a node that is not full counts as a single node."""
         return None if self.node_devices is None or self.node_devices >= self.devices else self.node_devices
 
+    def less(self, n_bytes: int) -> "PlanRequest":
+        """Return the request with so many bytes of tensors less on each device."""
+        return replace(self, memory=tuple(max(1, n - n_bytes) for n in self.memory)) if n_bytes else self
+
     def split(self, name: str, steps: Any) -> "PlanRequest":
         """Return the request of a technique alone that replaces the module's steps by these."""
         return replace(self, strategies=("S1", name), model_parallel_size=steps.ranks, steps=steps)
@@ -110,6 +116,11 @@ class PlanRequest(StepRequest):
     def chosen_by(self) -> str:
         """Who chooses the strategies: "auto", "paper", or "strategies" for the user."""
         return self.policy if self.strategies is None else "strategies"
+
+
+def compile_option(option: Literal["auto"] | bool | None, *, chooses: bool) -> Literal["auto"] | bool:
+    """Return the option `compile` of a request: "auto" compiles only where policy "auto" `chooses` all techniques."""
+    return option or False if option != "auto" or chooses else False
 
 
 def check_request(

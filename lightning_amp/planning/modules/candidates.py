@@ -1,6 +1,7 @@
 """Draft a plan for every set of techniques for a module's step, and choose the fastest that fits.
 
-    1. draft every set of techniques, added in the order of the table, each with as much of it as the budget requires
+    1. draft every set of techniques, added in the order of the table, each with as much of it as the budget requires;
+       combinations with a technique of the last resort only if no plan that fits is as fast as they could be
     2. drop the sets in which a technique cannot be added
     3. drop those whose predicted peak, plus what counts found beyond the prediction, exceeds the budget
     4. take the least predicted time; within a factor of `TIE` the fewest techniques, then the least memory
@@ -17,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain, combinations
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -84,15 +86,16 @@ def compare(
         options: Options of a pipeline.
     """
     found, dropped, known = list[Draft](), dict(refused), Known()
+    plain = as_it_is(seen, ranks).seconds
 
-    def fits() -> bool:
-        return any(budget is None or one.peak_bytes <= budget for one in found)
+    def fits(within: float = inf) -> bool:
+        return any((budget is None or one.peak_bytes <= budget) and one.seconds <= within for one in found)
 
     needless = _needless(seen, ranks=ranks, budget=budget)
     for names in sorted(sets_of_techniques(without=needless), key=_is_last_resort):
         if any(set(names) >= set(one) for one in refused):
             continue
-        if _is_last_resort(names) and fits():
+        if _is_last_resort(names) and fits(within=TIE * _least_seconds(names, plain, found)):
             continue
         made = draft(seen, names, ranks=ranks, budget=budget, known=known)
         if isinstance(made, str):
@@ -256,8 +259,17 @@ def advice(
 
 
 def _is_last_resort(names: Collection[str]) -> bool:
-    """Whether a set is drafted only if nothing else fits."""
+    """Whether a set is drafted only if nothing else that fits is as fast as it could be."""
     return len(names) > 1 and any(PREDICTIONS[name].last_resort for name in names)
+
+
+def _least_seconds(names: Collection[str], plain: float, found: Sequence[Draft]) -> float:
+    """Return the seconds of the fastest step that a set of techniques could have.
+
+    No technique makes a step faster, and those of the last resort take as long beside others as they do alone.
+    """
+    alone = {one.strategies: one.seconds - plain for one in found}
+    return plain + sum(alone.get((name,), 0.0) for name in names if PREDICTIONS[name].last_resort)
 
 
 def _needless(seen: ProfiledStep, *, ranks: int, budget: int | None) -> frozenset[str]:

@@ -15,6 +15,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_amp.errors import InstallError
 from lightning_amp.footprint.run.last_gradients import accumulates, has_hook
+from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.data.gradient_sync import gradient_sizes
+from lightning_amp.techniques.early_update.row import freed_bytes
 from lightning_amp.techniques.own_step import why_whole
 
 OF_MODULE = (
@@ -32,8 +35,10 @@ LIBRARIES = ("lightning.", "lightning_amp.", "torch.")
 
 
 def refusal(module: LightningModule, step: Any, *, values: bool) -> str:
-    """Return what reads the gradients in the run of a module; "" if nothing is found, or no run is known."""
-    return what_reads(module, module._trainer)
+    """Return what reads the gradients in the run of a module, and what they take; "" if nothing is found, or no run is
+    known."""
+    why, freed = what_reads(module, module._trainer), freed_bytes(gradient_sizes(module.parameters()))
+    return f"{why}; else up to {format_bytes(freed)} of gradients would be freed early" if why and freed else why
 
 
 def refuse_readers(module: LightningModule, trainer: Trainer) -> None:

@@ -4,7 +4,7 @@ The gradient of a parameter is alive from its last contribution to its update, i
 step. Nothing is computed again, but the optimizer's step is called for each bucket of gradients.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -44,9 +44,8 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     sizes = seen.gradient_sizes
     if not sizes:
         return "the step has no gradients of its own"
-    spec = EarlyUpdate(bucket_bytes=max(LEAST_BUCKET, int(SHARE * sum(sizes))))
-    alive = spec.bucket_bytes + max(sizes)
-    saved = _saved_bytes(seen, draft, alive=alive) if alive < sum(sizes) else 0
+    spec, freed = EarlyUpdate(bucket_bytes=_bucket_bytes(sizes)), freed_bytes(sizes)
+    saved = _saved_bytes(seen, draft, alive=sum(sizes) - freed) if freed else 0
     if saved <= 0:
         return "the peak is elsewhere"
     why = (
@@ -59,6 +58,16 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         seconds=draft.seconds + UPDATE_SECONDS * ceil(sum(sizes) / spec.bucket_bytes),
         targets=(*draft.targets, Rule(strategy=NAME, fqn="", spec=spec, why=why, saves_bytes=saved)),
     )
+
+
+def _bucket_bytes(sizes: Sequence[int]) -> int:
+    return max(LEAST_BUCKET, int(SHARE * sum(sizes)))
+
+
+def freed_bytes(sizes: Sequence[int]) -> int:
+    """Return how many bytes of gradients are never there together, of those of a step: all but a bucket and the
+    largest one."""
+    return max(0, sum(sizes) - _bucket_bytes(sizes) - max(sizes, default=0))
 
 
 def _saved_bytes(seen: ProfiledStep, draft: Draft, *, alive: int) -> int:
@@ -91,7 +100,8 @@ def _always(seen: ProfiledStep, draft: Draft) -> int:
 
 def variants(seen: ProfiledStep, ranks: int) -> Iterator[ProfiledStep]:
     """Yield the step, whose other techniques leave no room for gradients."""
-    yield replace(seen, frees_gradients=True)
+    # several ranks refuse it: the drafts of other techniques, which may be searches, are not made again for that
+    yield replace(seen, frees_gradients=ranks == 1)
 
 
 def _remark(spec: Any, launches: bool) -> str:

@@ -45,6 +45,7 @@ from lightning_amp.footprint.module_profile import (
     ModuleProfile,
     Moment,
 )
+from lightning_amp.techniques.host_memory.limit import page_locked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,9 +136,13 @@ def fsdp_held_bytes(
     return _FsdpWalk(profile, units, ranks, offload=offload).held()
 
 
-def fsdp_host_bytes(profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int) -> int:
-    """Bytes of host memory of a rank whose rows lie there; the arguments are those of `fsdp_peak_bytes`."""
-    return _FsdpWalk(profile, units, ranks, offload=False).rows()
+def fsdp_host_bytes(profile: ModuleProfile, units: Sequence[ParameterUnit], ranks: int, *, pinned: bool = False) -> int:
+    """Bytes of host memory of a rank whose rows lie there; the arguments are those of `fsdp_peak_bytes`.
+
+    `pinned`: Whether rows of parameters and gradients are page-locked, as for a GPU; state is not.
+    """
+    walk = _FsdpWalk(profile, units, ranks, offload=False)
+    return walk.page_locked_rows() if pinned else walk.rows()
 
 
 def fsdp_validation_bytes(
@@ -190,6 +195,12 @@ class _FsdpWalk:
             self._rows + self._share(moment, GRADIENTS) + self._share(moment, STATE)
             for moment in (*self._of(OPTIMISER), self._timeline[-1])
         )
+
+    def page_locked_rows(self) -> int:
+        """The same where rows of parameters and gradients are page-locked, each of them by itself."""
+        every = (parameter for unit in self._units.values() for parameter in unit.parameters)
+        rows = sum(page_locked(one.shard_bytes(self._ranks)) * (2 if one.trained else 1) for one in every)
+        return rows + self._share(self._timeline[-1], STATE)
 
     def state(self) -> int:
         """Bytes of the optimiser's state between steps."""

@@ -139,8 +139,9 @@ def add(step: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     # on a CPU, host memory is the device's memory
     offload = spec.offload and step.rates.launches
     if spec.offload:
-        spec = bounded(replace(spec, host_bytes=fsdp_host_bytes(step.profile, units, shard)), step)
-        if why := no_room("a rank's share of them", spec.host_bytes, spec, draft.targets):
+        host_bytes = fsdp_host_bytes(step.profile, units, shard, pinned=offload)
+        spec = bounded(replace(spec, host_bytes=host_bytes), step)
+        if why := no_room("a rank's share of them", spec.host_bytes, spec, step, draft.targets):
             return why
     found = fsdp_bytes(step.profile, units, shard, offload=offload)
     passes, update = (peak + step.agreed_bytes(ranks) for peak in (found.passes, found.update))

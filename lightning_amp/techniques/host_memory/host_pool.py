@@ -1,8 +1,9 @@
 """Keep buffers of host memory for tensors that left the device; the first step fills the pool, later steps reuse it.
 
-A buffer is given to the tensor that fits it best, so that a step of the same sizes allocates nothing. Buffers are
-pinned if the device is a GPU. Without values (fake tensors), buffers have sizes only, and `n_bytes` is what a real run
-would allocate. Buffers are allocated outside of all dispatch modes: a count of the device's bytes does not see them.
+A buffer is given to the tensor that fits it best, so that a step of the same sizes allocates nothing. If the device is
+a GPU, buffers are page-locked, and their sizes powers of two, for torch takes as much for any size. Without values
+(fake tensors), buffers have sizes only, and `n_bytes` is what a real run would allocate. Buffers are allocated outside
+of all dispatch modes: a count of the device's bytes does not see them.
 """
 
 from bisect import bisect_left, insort
@@ -15,6 +16,7 @@ from torch import Tensor
 from lightning_amp._torch import unseen
 from lightning_amp.errors import ModelError
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.host_memory.limit import page_locked
 
 
 @dataclass(eq=False, slots=True)
@@ -45,11 +47,12 @@ class HostPool:
         self._free = list[Buffer]()
 
     def take(self, n_bytes: int, *, real: bool, pinned: bool) -> Buffer:
-        """Return a buffer of at least so many bytes.
+        """Return a buffer of at least so many bytes; `pinned` ones are page-locked.
 
         Raises:
             ModelError: The pool would exceed its limit.
         """
+        n_bytes = page_locked(n_bytes) if pinned else n_bytes
         place = bisect_left(self._free, n_bytes, key=_size)
         found = self._free.pop(place) if place < len(self._free) else None
         if found is not None and (found.memory is not None) == real:

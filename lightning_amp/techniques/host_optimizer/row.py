@@ -14,7 +14,7 @@ from lightning_amp.costs.profiled_step import Draft, ProfiledStep
 from lightning_amp.costs.rule import Rule, splits_parameters
 from lightning_amp.footprint.module_profile import OPTIMISER, STATE, TEMPORARIES, Moment
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.host_memory.limit import bounded, host_bytes_of, no_room, with_requested
+from lightning_amp.techniques.host_memory.limit import bounded, host_bytes_of, no_room, page_locked, with_requested
 from lightning_amp.techniques.technique import Installer, Prediction, Technique
 
 NAME = "host_optimizer"
@@ -76,9 +76,9 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
     assert isinstance(spec, HostOptimizer), "rules of host_optimizer have this spec"
     bucket = max(LEAST_BUCKET, min(MOST_BUCKET, int(SHARE * sum(sizes))))
     slot = 2 * max(on_line(bucket), on_line(max(sizes)))
-    slots = ON_ITS_WAY if seen.rates.launches else 1
+    slot, slots = (page_locked(slot), ON_ITS_WAY) if seen.rates.launches else (slot, 1)
     host_bytes, limit, others = state + slots * slot, spec.host_memory, host_bytes_of(draft.targets)
-    if why := no_room("the state", host_bytes, spec, draft.targets):
+    if why := no_room("the state", host_bytes, spec, seen, draft.targets):
         return why
     saved = _saved_bytes(seen, draft, state)
     seconds = _seconds(seen, state, n_buckets=ceil(2 * sum(sizes) / slot))

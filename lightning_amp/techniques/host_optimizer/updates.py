@@ -29,7 +29,6 @@ from lightning_amp.footprint.host_state import keep_on_host, update_on_host
 from lightning_amp.footprint.live_bytes import has_storage, storages_of, tensors_of
 from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.host_memory.copies import HostCopies
-from lightning_amp.techniques.host_memory.limit import free_bytes
 from lightning_amp.techniques.host_optimizer.row import HostOptimizer, on_line
 from lightning_amp.techniques.own_step import step_for, why_whole
 
@@ -213,13 +212,6 @@ class HostUpdates:
     def _free_slot(self, device: torch.device) -> _Slot:
         if self._free:
             return self._free.pop(0)
-        if not self._slots:
-            limit = self._spec.host_memory or free_bytes()
-            if self._spec.host_bytes > limit:
-                raise ModelError(
-                    f"host_optimizer takes {format_bytes(self._spec.host_bytes)} of host memory, and may have"
-                    f" {format_bytes(limit)}; raise host_memory=, or {LEAVE_OUT}"
-                )
         with torch.device("cpu"), torch.inference_mode(False):
             memory = torch.empty(self._spec.slot_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._slots.append(_Slot(memory))

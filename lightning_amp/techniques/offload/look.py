@@ -65,7 +65,7 @@ class Look:
 
     def saved(self, rules: tuple[Rule, ...]) -> SavedTensors:
         """Return the storages that could leave."""
-        count = partial(_saved, rates=self._step.operator_rates())
+        count = partial(_saved, rates=self._step.operator_rates(), pinned=self._step.launches)
         return self.once(("saved", changes_of(rules)), lambda: self._step.run_with((*rules, _rule(ALL)), count))
 
     @staticmethod
@@ -77,7 +77,7 @@ class Look:
             if number not in numbers:
                 continue
             if is_taken:
-                held[number] = pool.take(int(saved.sizes[number]), real=False, pinned=False)
+                held[number] = pool.take(int(saved.sizes[number]), real=False, pinned=saved.pinned)
                 left += [int(saved.sizes[number])] * in_step
             elif number in held:
                 # else it was taken in an earlier run of the step
@@ -164,7 +164,7 @@ class _Timed(StepRecorder):  # type: ignore[no-untyped-call]
             trip.back = life.birth
 
 
-def _saved(module: LightningModule, batch: Any, *, rates: OperatorRates, **options: Any) -> SavedTensors:
+def _saved(module: LightningModule, batch: Any, *, rates: OperatorRates, pinned: bool, **options: Any) -> SavedTensors:
     moves = moves_of(module)
     assert moves is not None, "the rule is installed"
 
@@ -193,10 +193,12 @@ def _saved(module: LightningModule, batch: Any, *, rates: OperatorRates, **optio
         sizes=np.array(found.sizes),
         buffers=np.array(buffers, int).reshape(-1, 3),
         clock=clock,
+        shapes=tuple(moves.shapes),
         number=number,
         n_bytes=n_bytes.astype(float),
         place=place,
         saved_at=saved_at,
         gone=gone,
         back=back,
+        pinned=pinned,
     )

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lightning_amp._torch import FakeTensor, shares_version, unseen, version_of, whole_of
 from lightning_amp.errors import ModelError
+from lightning_amp.footprint.confirm_count import Shape
 from lightning_amp.footprint.live_bytes import has_storage, is_plain, storages_of, tensor_on
 from lightning_amp.techniques.host_memory.host_pool import HostPool
 from lightning_amp.techniques.offload.copies import Copies
@@ -55,6 +56,7 @@ class Moves:
         pool: Host memory.
         candidates: Bytes of the storages of the last step that may leave, by their numbers.
         sizes: Bytes of the storages that left in it, in this order.
+        shapes: Shapes of its arguments.
         came_bytes: Bytes that came back since it began.
         gone: Storages of which no saved tensor exists.
         watcher: What is told of the storages in a count.
@@ -69,7 +71,7 @@ class Moves:
     def __init__(self, *, least_bytes: int, leaves: Collection[int] | None, window: int, limit: int | None) -> None:
         self.pool = HostPool(limit)
         self.candidates, self.sizes = list[int](), list[int]()
-        self.came_bytes = 0
+        self.came_bytes, self.shapes = 0, list[Shape]()
         self.gone = deque[Left]()
         self.watcher: Watcher | None = None
         self._least, self._leaves, self._window = least_bytes, leaves, window

@@ -18,7 +18,8 @@ from lightning_amp.errors import AmpError, PlanError
 from lightning_amp.footprint.module_profile import ACTIVATIONS
 from lightning_amp.on_demand import first_of
 from lightning_amp.quantities import format_bytes, format_seconds
-from lightning_amp.techniques.host_memory.limit import with_requested
+from lightning_amp.techniques.checks.planned_order import as_text
+from lightning_amp.techniques.host_memory.limit import room_of, with_requested
 from lightning_amp.techniques.offload.choose_ways import choose_ways
 from lightning_amp.techniques.offload.tiers import ROOMS, SLOWER, Tiers, link_of
 from lightning_amp.techniques.offload.timeline import HOST, OnHost, SavedTensors
@@ -55,6 +56,8 @@ class Offload:
             a node.
         host_bytes: Predicted bytes of host memory.
         moved_bytes: Predicted bytes that leave in a step, and come back.
+        saves: Bytes of the storages with numbers, in their order, and the batch's shapes, compressed
+            (planned_order.py), with which a step is compared; "" where values decide them, and in older plans.
     """
 
     leaves: str | None = None
@@ -63,6 +66,7 @@ class Offload:
     host_memory: int | None = None
     host_bytes: int = 0
     moved_bytes: int = 0
+    saves: str = ""
 
     @property
     def numbers(self) -> frozenset[int] | None:
@@ -101,6 +105,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         return "the step was not counted with it"
     assert isinstance(spec, Offload), "the step is counted with it by name only"
     replays = any(rule.strategy == "replay" for rule in rules)
+    room = room_of(spec, seen, draft.targets)
     if budget is not None and draft.peak_bytes <= budget and not replays:
         # a budget that others keep already: by name as few leave as help
         budget = draft.peak_bytes - 1
@@ -112,7 +117,7 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         beyond = beyond if replays else draft.peak_bytes - plain
         within = None if budget is None else budget - beyond
         fits = replays and within is not None and plain <= within
-        key = "leaves", changes_of(rules), within
+        key = "leaves", changes_of(rules), within, room
         made = None if fits else look.once(key, lambda: _Leaving(look, rules, spec, seen, draft, plain).least(within))
     except AmpError as error:
         return str(error)
@@ -120,10 +125,17 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         if replays:
             # which is the fastest by itself
             return _noted(look, replace(draft, peak_bytes=plain + beyond), budget, alone=True)
+        if made and not made.on_host.n_left:
+            return f"the host has room for {format_bytes(room or 0)}, less than the first tensor takes"
         return "the peak is elsewhere" if made else "autograd saves nothing but parameters, the batch and small tensors"
     found, saved, n = made.on_host, plain - made.peak_bytes, made.on_host.n_left
     seconds = max(LEAST_SECONDS, made.seconds)
-    spec = replace(made.spec, host_bytes=found.host_bytes, moved_bytes=found.left_bytes)
+    spec = replace(
+        made.spec,
+        host_memory=None if spec.host_memory is None else room,
+        host_bytes=found.host_bytes,
+        moved_bytes=found.left_bytes,
+    )
     why = (
         f"predicted: {n} tensor{'s' * (n > 1)} wait{'s' * (n == 1)} on the host, which takes"
         f" {format_bytes(found.host_bytes)} there and keeps {format_bytes(saved)} less on the device;"
@@ -174,9 +186,14 @@ class _Leaving:
         self._look, self._rules, self._seen, self._before = look, rules, seen, draft.seconds
         every: SavedTensors = look.saved(rules)
         least = least_of(every.sizes.sum())
-        self._saved, self._spec = every.at_least(least), replace(spec, least_bytes=least)
+        self._saved = every.at_least(least)
+        # of other sizes in each batch if values decide shapes, which a note of the plan says
+        saves = "" if seen.profile.noted else as_text(every.shapes, self._saved.sizes.tolist())
+        self._spec = replace(spec, least_bytes=least, saves=saves)
         # the count has what is foreseen, too
         self._more = max(0.0, plain - self._saved.peak([]))
+        room = room_of(spec, seen, draft.targets)
+        self._room = inf if room is None else room
 
     def least(self, within: int | None) -> _Made | None:
         """Return the fewest seconds of leaving that keep the peak within a bound, else the least peak.
@@ -232,8 +249,7 @@ class _Leaving:
 
     def _all(self) -> list[int]:
         """Return all storages, or the first for which the host has room."""
-        room = inf if self._spec.host_memory is None else self._spec.host_memory
-        return np.nonzero(np.cumsum(self._saved.n_bytes) <= room)[0].tolist()
+        return np.nonzero(np.cumsum(self._saved.taken) <= self._room)[0].tolist()
 
     @cached_property
     def _leanest(self) -> tuple[float, list[int]]:
@@ -253,14 +269,14 @@ class _Leaving:
         return which
 
     def _chosen(self, aim: float, ahead: int) -> list[int]:
-        saved, room = self._saved, self._spec.host_memory
+        saved = self._saved
         if aim < self._leanest[0]:
             return self._leanest[1]
         share = np.cumsum(saved.n_bytes) / saved.n_bytes.sum()
         group = np.minimum((share * GROUPS).astype(int), GROUPS - 1)
         groups = [np.nonzero(group == one)[0].tolist() for one in np.unique(group)]
         link = link_of(self._seen, ahead * saved.n_bytes.max())
-        ways = choose_ways(saved.timeline(groups), aim, link, host=inf if room is None else room)
+        ways = choose_ways(saved.timeline(groups), aim, link, host=self._room)
         which = [i for some, way in zip(groups, ways, strict=True) if way == HOST for i in some]
         return self._without_needless(which, aim)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from lightning_amp.costs.profiled_step import ProfiledStep
 from lightning_amp.costs.rule import Rule, changes_of
+from lightning_amp.techniques.host_memory.limit import room_of
 from lightning_amp.techniques.offload.choose_ways import choose_ways
 from lightning_amp.techniques.offload.timeline import AGAIN, KEEP, Link, SavedTensors
 from lightning_amp.techniques.replay.choose_cuts import AT_ONCE, KEPT, Cuts, Part, Replays, Stretches, fastest
@@ -118,7 +119,7 @@ class Tiers:
         window = self._seen.rates.launches * 2 * saved.n_bytes[(saved.gone <= at) & (at < saved.back)].max(initial=0.0)
         link = link_of(self._seen, window)
         aim = timeline.peak([KEEP] * len(parts)) - (stretches.all_saved - bound) - window
-        room = getattr(self._seen.requested.get("offload"), "host_memory", None)
+        room = room_of(self._seen.requested["offload"], self._seen, self._rules)
         ways = choose_ways(timeline, aim, link, host=np.inf if room is None else room)
         runs = [way == AGAIN for way in ways]
         chosen = [

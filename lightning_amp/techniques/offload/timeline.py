@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_amp.footprint.module_profile import bytes_alive
+from lightning_amp.techniques.host_memory.limit import page_locked
 
 KEEP, HOST, AGAIN = 0, 1, 2
 WAYS = KEEP, HOST, AGAIN
@@ -125,6 +126,7 @@ class Timeline:
         freed: [way, part, moment] bytes that a way of a part frees.
         part: [copy] the part that a copy to the host, and back, belongs to.
         n_bytes: [copy] its bytes.
+        taken: [copy] bytes of host memory that it takes.
         saved, needed: [copy] when it may begin, and has to be back: seconds from the begin of a step in which all parts
             are kept.
         again: [part] seconds of its operators; inf if they cannot run again.
@@ -135,6 +137,7 @@ class Timeline:
     freed: Array
     part: Array
     n_bytes: Array
+    taken: Array
     saved: Array
     needed: Array
     again: Array
@@ -154,8 +157,8 @@ class Timeline:
         return _moments(self.saved, self.needed, range(len(self.part)))
 
     def host_bytes(self, ways: Sequence[int]) -> float:
-        """Return the bytes that leave."""
-        found: float = self.n_bytes[np.asarray(ways, int)[self.part] == HOST].sum()
+        """Return the bytes of host memory for what leaves."""
+        found: float = self.taken[np.asarray(ways, int)[self.part] == HOST].sum()
         return found
 
     def took(self, ways: Sequence[int], link: Link) -> float:
@@ -201,6 +204,8 @@ class SavedTensors:
         place: the place among the operators that a replay counts,
         saved_at: the moment at which autograd saves it,
         gone, back: and where it would be away: at the moments gone <= t < back.
+        shapes: Shapes of the step's arguments.
+        pinned: Whether host memory is page-locked, as for a GPU.
     """
 
     live: Array
@@ -213,6 +218,15 @@ class SavedTensors:
     saved_at: Array
     gone: Array
     back: Array
+    shapes: tuple[tuple[int, ...], ...] = ()
+    pinned: bool = False
+
+    @cached_property
+    def taken(self) -> Array:
+        """[storage] bytes of host memory that it takes."""
+        if not self.pinned:
+            return self.n_bytes
+        return np.array([page_locked(int(n)) for n in self.n_bytes], float)
 
     def at_least(self, n_bytes: int) -> "SavedTensors":
         """Return those of at least so many bytes, numbered without the others."""
@@ -279,6 +293,7 @@ class SavedTensors:
             freed=np.stack([0 * host, host, np.zeros_like(host) if freed_again is None else freed_again]),
             part=np.array([i for i, _ in copies], int),
             n_bytes=np.array([self.n_bytes[some].sum() for _, some in copies]),
+            taken=np.array([self.taken[some].sum() for _, some in copies]),
             saved=np.array([saved[some].max() for _, some in copies]),
             needed=np.array([needed[some].min() for _, some in copies]),
             again=np.full(len(groups), np.inf) if again is None else again,

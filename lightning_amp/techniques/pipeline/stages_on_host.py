@@ -10,6 +10,7 @@ from lightning_amp.costs.rule import Rule, Spec
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.chain.passes import Passes
 from lightning_amp.quantities import format_bytes
+from lightning_amp.techniques.host_memory.limit import room_of
 from lightning_amp.techniques.offload.row import NAME, Offload, least_of
 from lightning_amp.techniques.offload.tiers import link_of
 from lightning_amp.techniques.pipeline.schedule.host_bytes import host_bytes
@@ -73,12 +74,13 @@ def targets_on_host(seen: ProfiledStep, pipeline: Pipeline, spec: Offload | None
     if spec is None:
         return ()
     small = smaller(seen, spec, 1 + max(now.micro_batch for now in pipeline.orders[0]))
-    of_ranks = [host_bytes(pipeline, rank, small) for rank in range(len(pipeline.orders))]
+    of_ranks = [host_bytes(pipeline, rank, small, pinned=seen.rates.launches) for rank in range(len(pipeline.orders))]
     most, moved = (max(numbers) for numbers in zip(*of_ranks, strict=True))
-    if spec.host_memory is not None and most > spec.host_memory:
+    room = room_of(spec, seen)
+    if room is not None and most > room:
         raise PlanError(
             f"pipeline together with {NAME}: what stages keep takes {format_bytes(most)} of a rank's host memory, and"
-            f" may take {format_bytes(spec.host_memory)}; raise host_memory=, or leave one of them out"
+            f" may take {format_bytes(room)}; raise host_memory=, or leave one of them out"
         )
     why = (
         f"predicted: what stages keep of micro-batches waits on the host, which takes {_listed(of_ranks, 0)} there, by"

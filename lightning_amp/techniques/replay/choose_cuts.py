@@ -80,6 +80,7 @@ class Stretches:
         borders: Indices of places at which a backward pass frees saved tensors.
         barred: Indices of places; no segment with the operators from one of them to the next place is replayed.
         views: Whether operators that only return views have places.
+        operators: Names of the operators at all places and the shapes of the batch, as in a plan.
         why_nothing: Why a replay may have nothing to free.
         gradients: [place] bytes of gradients when the backward pass has come there, beyond those at the peak of the
             plain step; 0 for none.
@@ -93,6 +94,7 @@ class Stretches:
     borders: tuple[int, ...] = ()
     barred: tuple[int, ...] = ()
     views: bool = True
+    operators: str = ""
     why_nothing: str = "autograd keeps nothing that a replay would make"
     gradients: Array | float = 0.0
 

@@ -28,6 +28,8 @@ class ReplayOperators:
             views in place: autograd makes these views again, by other operators on fake tensors than on real ones.
         window: Bytes of tensors saved before it that a replay for one tensor also makes.
         keeps: Places of operators that do not run again; their results are kept: "12,30".
+        operators: Names of the operators at all places, and the batch's shapes, compressed (planned_order.py), with
+            which a step is compared; "" where values decide them, and in older plans.
     """
 
     again: ClassVar[bool] = True
@@ -36,6 +38,7 @@ class ReplayOperators:
     views: bool = True
     window: int = 0
     keeps: str = ""
+    operators: str = ""
 
     @property
     def places_kept(self) -> frozenset[int]:
@@ -58,7 +61,11 @@ def written(segments: list[tuple[int, int]]) -> str:
 def spec_of(cuts: Cuts, stretches: Stretches) -> ReplayOperators:
     """Return chosen segments as the spec of a rule."""
     return ReplayOperators(
-        ends=written(cuts.segments), views=stretches.views, window=cuts.window, keeps=",".join(map(str, cuts.keeps))
+        ends=written(cuts.segments),
+        views=stretches.views,
+        window=cuts.window,
+        keeps=",".join(map(str, cuts.keeps)),
+        operators=stretches.operators,
     )
 
 

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from lightning_amp._torch import autograd_node
+from lightning_amp.footprint.confirm_count import Shape
+from lightning_amp.footprint.copies.noted_values import answers_now
 from lightning_amp.footprint.live_bytes import has_storage, storages_of, tensors_of
 from lightning_amp.footprint.module_profile import bytes_alive
 from lightning_amp.footprint.operator_rates import OperatorRates
+from lightning_amp.techniques.checks.planned_order import as_text
 from lightning_amp.techniques.replay.choose_cuts import Array, Level, Stretches
 from lightning_amp.techniques.replay.recorded import Operator
 from lightning_amp.techniques.replay.segment import Handle, Kept, how_of
@@ -160,8 +163,11 @@ class Storages:
         return _between(np.cumsum(found, 1) - found)
 
 
-def stretches_of(look: Look, *, gradient_bytes: int = 0) -> Stretches:
-    """Compute the bytes and times of all segments from the recorded step; gradients at its peak have so many bytes."""
+def stretches_of(look: Look, shapes: Iterable[Shape] = (), *, gradient_bytes: int = 0) -> Stretches:
+    """Compute the bytes and times of all segments from the recorded step of a batch of some shapes.
+
+    `gradient_bytes`: bytes of gradients at its peak.
+    """
     segment, n = look.segment, look.at + 1
     assert segment is not None, "the step is recorded as one segment"
     made, last = np.zeros(len(segment.slots), int), np.zeros(len(segment.slots), int)
@@ -221,6 +227,8 @@ def stretches_of(look: Look, *, gradient_bytes: int = 0) -> Stretches:
         borders=tuple(crossed.tolist()),
         barred=tuple(np.union1d(crossed, storages.stretch(np.array(barred, int))).tolist()),
         views=look.views,
+        # with notes of values other operators run than with values, and a plan says that it was counted by notes
+        operators="" if answers_now() is not None else as_text(shapes, look.ran),
         why_nothing=look.why_nothing,
         # the plain step takes no more there than at its peak
         gradients=np.minimum(gradients - gradient_bytes, all_saved[0, -1] - all_saved[0]).clip(0),

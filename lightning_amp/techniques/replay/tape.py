@@ -22,19 +22,20 @@ Exactness depends on these rules:
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import TorchDispatchMode, autograd_node, top_saving_hooks, version_of
 from lightning_amp.errors import ModelError
 from lightning_amp.footprint.live_bytes import has_storage, is_plain, tensors_of
 from lightning_amp.footprint.run_again.recompute_state import digests
+from lightning_amp.holding import replacing
 from lightning_amp.own_operators import are_own_operators
 from lightning_amp.sharding._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.techniques.replay.choose_cuts import KEPT, ONE_BY_ONE
@@ -42,28 +43,10 @@ from lightning_amp.techniques.replay.on_fakes import made_by
 from lightning_amp.techniques.replay.recorded import Operator, Outside, Slot, StorageRef, geometry_of
 from lightning_amp.techniques.replay.segment import CHANGED, Handle, Kept, Segment, copied, draws_of, how_of, mapped
 
-OTHER_ON_FAKES = {functional.one_hot}
-"""Functions that torch computes by other operators on fake tensors than on real ones."""
 SMALL = 64
 """A result is small if its operator's largest result is at least this many times larger."""
-
-
-class _Functions(TorchFunctionMode):
-    """Calls two functions around each call of a function of OTHER_ON_FAKES."""
-
-    def __init__(self, begins: Callable[[], None], ends: Callable[[], None]) -> None:
-        super().__init__()
-        self._begins, self._ends = begins, ends
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function."""
-        if func not in OTHER_ON_FAKES:
-            return func(*args, **(kwargs or {}))
-        self._begins()
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self._ends()
+AS_ONE = "a norm of batches or one_hot"
+"""Stands for the operators of a call that are counted as one."""
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -77,6 +60,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keeps: Places of operators that do not run again; their results count as made outside of the segment.
         compares: Whether replays must equal the saved values; this detects writes that torch does not record, such as
             by a Triton kernel.
+
+    Attributes:
+        at: The current place.
+        ran: The operators at the places before it.
     """
 
     supports_higher_order_operators = True
@@ -96,7 +83,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # hooks on saved tensors around the step, as of a technique that moves them: they get what the tape keeps
         self._around: tuple[Any, Any] | None = None
         self._just_saved: list[tuple[Handle, Tensor]] = []
-        self.at = 0
+        self.at, self.ran = 0, list[Any]()
         self._inside, self._packing = 0, False
         self._known: dict[int, tuple[Segment, int]] = {}
         self._alive: dict[int, list[weakref.ref[Outside]]] = {}
@@ -106,21 +93,33 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def as_one(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Count all operators of a call of one of these modules, or of a function of OTHER_ON_FAKES, as one: they may
-        differ from those of the plan."""
+        """Count all operators of a call of one of these modules, or of `one_hot`, as one: they may differ from those of
+        the plan."""
+        thread = get_ident()
 
         def begins(*_: Any) -> None:
             self._inside += 1
 
         def ends(*_: Any) -> None:
             self._inside -= 1
-            self.at += not self._inside
+            if not self._inside:
+                self._advance(AS_ONE)
+
+        def one_hot(*args: Any, plain: Any = functional.one_hot, **kwargs: Any) -> Any:
+            if get_ident() != thread:
+                return plain(*args, **kwargs)
+            begins()
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                ends()
 
         # calls may be nested: `_inside` is their depth, and the outermost call is one place
         hooks = [module.register_forward_pre_hook(begins) for module in modules]
         hooks += [module.register_forward_hook(ends, always_call=True) for module in modules]
         try:
-            with _Functions(begins, ends):
+            # on fake tensors torch compares with all classes, on real ones it writes
+            with replacing(functional, one_hot=one_hot):
                 yield
         finally:
             for hook in hooks:
@@ -244,7 +243,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if how.is_view:
             # described by its geometry, so it need not be replayed
             found = func(*args, **kwargs)
-            self._next()
+            self._next(func)
             return found
         written = how.written(args, kwargs)
         segment = self.segment
@@ -262,7 +261,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if segment is None or not whole or needless:
             self._before_write(written)
             found = func(*args, **kwargs)
-            self._next()
+            self._next(func)
             return found
         # a result in one of these storages is a view or was written in place
         given, read = {id(t.untyped_storage()) for t in tensors}, list[StorageRef | Outside]()
@@ -299,13 +298,18 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     made=made_by(func, returned, results),
                 )
             )
-        self._next()
+        self._next(func)
         return found
 
-    def _next(self) -> None:
+    def _next(self, func: Any) -> None:
         """Advance to the next place; operators in no_grad, as of optimisers, have none: steps may differ in them."""
         self._digest_saved()
-        self.at += torch.is_grad_enabled() and not self._inside
+        if torch.is_grad_enabled() and not self._inside:
+            self._advance(func)
+
+    def _advance(self, func: Any) -> None:
+        self.at += 1
+        self.ran.append(func)
 
     def _is_own(self, x: Tensor) -> bool:
         """Return whether this segment has made the tensor's storage."""

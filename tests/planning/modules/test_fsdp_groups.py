@@ -122,6 +122,10 @@ def test_the_forward_pass_has_three_of_a_unit_and_the_optimiser_rows() -> None:
     # a and its gradients, and those that b has sent
     assert fsdp_peak_bytes(profile(*forward, *backward), one, 1, offload=True) == 10 + 100 + 3 * 400
     assert fsdp_host_bytes(profile(*forward, optimiser), one, 1) == 3600
+    # rows of parameters and gradients in page-locked memory, of which torch takes powers of two; state is in other
+    assert fsdp_host_bytes(profile(*forward, optimiser), one, 1, pinned=True) == 2 * (512 + 512 + 128 + 128) + 1800
+    frozen = (unit("a", 400, trained=False), unit("", 500))
+    assert fsdp_host_bytes(profile(*forward, optimiser), frozen, 2, pinned=True) == 256 + 2 * 256 + 900
 
 
 def test_the_backward_pass_has_what_is_sent_and_what_is_received() -> None:

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 import lightning_amp
 from lightning_amp.costs.device_memory import TENSORS_SHARE, DeviceMemory
 from lightning_amp.costs.device_rates import rates_for
+from lightning_amp.costs.model_shape import profile_of_module
 from lightning_amp.errors import PlanError
 from lightning_amp.footprint.module_profile import ACTIVATIONS, Life, ModuleProfile
 from lightning_amp.footprint.trace.allocator_settings import AllocatorSettings
 from lightning_amp.footprint.trace.step_trace import StepTrace
+from lightning_amp.installing.describe_module import describe
+from lightning_amp.planning.base.plan_request import PlanRequest
 from lightning_amp.planning.modules.on_device import Device, made_for, on_device, with_validation_on
 from lightning_amp.planning.plan.plan import Plan, Validation
 from lightning_amp.planning.reports.plan_report import plan_report, plan_summary, shortfall
@@ -175,6 +178,13 @@ def test_a_plan_is_made_again_for_less_while_its_fragments_exceed_the_device() -
     asked.clear()
     assert made_for(lambda less: make(less, fits=False)).fits is False
     assert asked == [0, 10 * MIB]
+
+
+def test_a_request_for_less_leaves_a_byte() -> None:
+    shape = describe(Net(), batch_size=4)
+    request = PlanRequest(data=profile_of_module(shape), shape=shape, rates=RATES, memory=(3 * MIB, MIB))
+    assert request.less(2 * MIB).memory == (MIB, 1)
+    assert request.less(0) == request
 
 
 @pytest.mark.parametrize("budget", ["40MiB", "50MiB"])

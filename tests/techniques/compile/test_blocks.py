@@ -216,6 +216,13 @@ def test_auto_without_a_run_is_for_a_long_one_on_the_named_device() -> None:
         lightning_amp.plan(Net(), rows(6), device_memory="1GiB", compile=True)
 
 
+def test_auto_without_a_run_leaves_requested_techniques_alone_as_in_a_fit() -> None:
+    for request in ({"strategies": "recompute"}, {"policy": "paper"}):
+        made = lightning_amp.plan(Net(), rows(6), rates="A100", compile="auto", **request).plan
+        assert "compile" not in made.strategies, request
+        assert not any("compile" in note for note in made.notes)
+
+
 def test_a_fit_compiles_and_auto_does_not_on_a_cpu(without_kernels: None) -> None:
     loader = DataLoader(rows(24), batch_size=6)  # type: ignore[arg-type]
     plain, auto, compiled = (

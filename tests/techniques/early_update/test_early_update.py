@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_amp import AMPStrategy
 from lightning_amp.errors import AmpError, InstallError, ModelError, PlanError
 from lightning_amp.footprint.run.last_gradients import GradientReads
+from lightning_amp.quantities import format_bytes
 from lightning_amp.techniques.early_update.install import install
 from lightning_amp.techniques.early_update.row import EarlyUpdate
 from tests.any_module import QUIET, Meter
@@ -226,6 +227,26 @@ class OfOthers(Wide):
 def test_what_reads_gradients_is_refused(kind: Any, callbacks: Any, options: Any, why: str) -> None:
     with pytest.raises(AmpError, match=why):
         fit(made(kind), early(), *callbacks, **options)
+
+
+def test_a_refusal_says_what_it_costs() -> None:
+    trained, _, trainer = fit(made(), AMPStrategy(), gradient_clip_val=1.0)
+    diagnosis = plan_of(trainer).diagnosis
+    assert diagnosis is not None
+    said = diagnosis.does_not_help["early_update"]
+    sizes = [parameter.nbytes for parameter in trained.parameters() if parameter.requires_grad]
+    # all but those that wait for each other and the largest one
+    freed = format_bytes(sum(sizes) - 2**17 - max(sizes))
+    assert said.endswith(f"before the first update; else up to {freed} of gradients would be freed early"), said
+    # a module without so many
+    _, _, trainer = fit(made(Few), AMPStrategy(), gradient_clip_val=1.0)
+    assert plan_of(trainer).diagnosis.does_not_help["early_update"].endswith("before the first update")
+
+
+class Few(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.requires_grad_(False)
 
 
 @pytest.mark.parametrize(("kind", "callbacks"), [(Norms, ()), (Wide, (Looks(),))])

@@ -12,11 +12,11 @@ from torchmetrics import MeanMetric
 
 import lightning_amp
 from lightning_amp import AMPStrategy, StratumMemoryMonitor
-from lightning_amp.errors import InstallError, PlanError
+from lightning_amp.errors import PlanError
+from lightning_amp.lightning.strategy import hardware
 from lightning_amp.lightning.strategy import strategy as strategy_module
 from lightning_amp.lightning.strategy.hardware import all_but_parameters_to, has_room
 from lightning_amp.quantities import format_bytes
-from lightning_amp.techniques.fsdp import install
 
 WIDTH = 32
 
@@ -92,8 +92,10 @@ def test_it_trains_as_without_and_goes_on_from_either_file(tmp_path: Path) -> No
 
 
 def test_a_host_without_room_ends_the_fit_before_anything_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "free_bytes", lambda: 0)
-    with pytest.raises(InstallError, match="host memory on this rank, and may have .*; free memory of the host"):
+    monkeypatch.setattr(hardware, "free_bytes", lambda node_ranks: 0)
+    with pytest.raises(
+        PlanError, match="takes .* of host memory, and of what is free there a rank may take 0 B; leave"
+    ):
         fitted(on_host(), 1)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import lightning_amp
 from lightning_amp import AMPStrategy
 from lightning_amp.costs.device_rates import rates_for
-from lightning_amp.errors import AmpError, InstallError, ModelError
+from lightning_amp.errors import AmpError, InstallError, PlanError
 from lightning_amp.footprint.host_state import update_on_host
-from lightning_amp.lightning.strategy import mesh_strategy
+from lightning_amp.lightning.strategy import hardware, mesh_strategy
 from lightning_amp.techniques.host_optimizer import updates as of_host
 from lightning_amp.techniques.host_optimizer.install import install
 from lightning_amp.techniques.host_optimizer.row import HostOptimizer
@@ -330,8 +330,10 @@ def test_the_hosts_memory_is_one_budget_beside_offload() -> None:
 
 
 def test_more_host_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_host, "free_bytes", lambda: 2**20)
-    with pytest.raises(ModelError, match="takes 1.20 MiB of host memory, and may have 1.00 MiB"):
+    monkeypatch.setattr(hardware, "free_bytes", lambda node_ranks: 2**20)
+    with pytest.raises(
+        PlanError, match="takes 1.20 MiB of host memory, and of what is free there a rank may take 1.00"
+    ):
         fit(made(), on_host())
 
 

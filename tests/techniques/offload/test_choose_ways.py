@@ -88,6 +88,7 @@ def test_copies_beside_the_computation_take_no_time_and_others_wait() -> None:
         freed=np.zeros((3, 3, 1)),
         part=np.arange(3),
         n_bytes=n_bytes,
+        taken=n_bytes,
         saved=saved,
         needed=needed,
         again=np.array([0.5, np.inf, 2.0]),
@@ -134,6 +135,11 @@ def test_small_storages_are_left_out_and_the_others_numbered_again() -> None:
     assert Look.on_host(large, [0, 1]) == OnHost(host_bytes=300, left_bytes=400, n_left=2)
     assert Look.on_host(large, [0]) == OnHost(host_bytes=100, left_bytes=100, n_left=1)
     assert Look.on_host(saved, [3]) == OnHost(host_bytes=300, left_bytes=300, n_left=1)
+    # in page-locked memory, of which torch takes powers of two
+    pinned = replace(large, pinned=True)
+    assert Look.on_host(pinned, [0, 1]) == OnHost(host_bytes=512, left_bytes=400, n_left=2)
+    ways = pinned.timeline([[0], [1]])
+    assert [ways.host_bytes(two) for two in ([HOST, KEEP], [HOST, HOST])] == [128, 128 + 512]
     assert large.peak([]) == 500
     assert large.peak([0]) == 400
     assert large.peak([0, 1]) == 200

@@ -11,10 +11,11 @@ from lightning_amp.techniques.host_memory.host_pool import Buffer, HostPool
 from lightning_amp.techniques.pipeline.schedule.stage_bytes import Pipeline, rest_window, segments_of, window_of
 
 
-def host_bytes(pipeline: Pipeline, rank: int, small: Passes | None = None) -> tuple[int, int]:
+def host_bytes(pipeline: Pipeline, rank: int, small: Passes | None = None, *, pinned: bool = False) -> tuple[int, int]:
     """Return the bytes of a rank's pool, and the bytes that leave in a step.
 
     `small`: Passes of micro-batches with fewer samples than the largest, if the batch has any.
+    `pinned`: Whether host memory is page-locked, as for a GPU.
     """
     own, last, order = segments_of(pipeline, rank), len(pipeline.ends) - 1, pipeline.orders[rank]
     stages = range(rank, len(pipeline.ends), len(pipeline.orders))
@@ -39,7 +40,7 @@ def host_bytes(pipeline: Pipeline, rank: int, small: Passes | None = None) -> tu
     pool, left = HostPool(limit=None), 0
 
     def taken(sizes: list[int]) -> list[Buffer]:
-        return [pool.take(n, real=False, pinned=False) for n in sizes]
+        return [pool.take(n, real=False, pinned=pinned) for n in sizes]
 
     # a later step finds the buffers of the ones before, and may share them out otherwise
     for _ in range(2):
