@@ -147,9 +147,8 @@ def _trainer(
 
 
 def _log_without_bar(log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Call `self.log` without a progress bar, which would read the value; how a value is kept differs between runs."""
-    with own_operators():
-        log(name, value, False, *args[1:], **{k: v for k, v in kwargs.items() if k != "prog_bar"})
+    """Call `self.log` without a progress bar, which would read the value."""
+    log(name, value, False, *args[1:], **{k: v for k, v in kwargs.items() if k != "prog_bar"})
 
 
 class EnoughSeen(Exception):

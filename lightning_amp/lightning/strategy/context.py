@@ -272,6 +272,12 @@ class PlanningContext:
         run, module = self.strategy, self.trainer.lightning_module
         return host_room(run.root_device, module, node_ranks=run.num_processes, n_ranks=run.world_size)
 
+    def for_cells(self, cells: CellsOrReason) -> "PlanningContext":
+        """Return the inputs for another number of cells; what a run that has begun takes of the host is its own."""
+        found = PlanningContext(self.strategy, self.trainer, cells=cells)
+        vars(found)["host_room"] = self.host_room
+        return found
+
     @property
     def budget(self) -> int:
         """Bytes of the smallest device."""

@@ -320,7 +320,7 @@ class InstalledPlan:
                 before = self._plan
                 unknown = any(note.startswith(UNKNOWN) for note in before.notes)
                 cells = (None, UNKNOWN) if unknown else (before.batch_size, "")
-                self._facts = PlanningContext(self._strategy, self._trainer, cells=cells)
+                self._facts = self._facts.for_cells(cells)
                 plan = with_rules_beyond(resolve_plan(self._facts, notes=self._foreign.notes), before)
                 if _split(plan) != _split(before):
                     note = (

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from lightning.pytorch.trainer.states import TrainerFn
+
 from lightning_amp.errors import AmpError, PlanError, ShardError
 from lightning_amp.lightning.consistency.replicas import decide_on_one_rank
 from lightning_amp.lightning.profiling.evaluation_of_module import EvaluationOfModule
@@ -13,6 +15,7 @@ from lightning_amp.lightning.profiling.make_step_plan import (
     counts_on_top_of,
     make_step_plan,
     plan_on_device,
+    with_compiled,
 )
 from lightning_amp.lightning.profiling.split_samples import with_split_evaluation
 from lightning_amp.lightning.strategy.context import PlanningContext
@@ -21,6 +24,7 @@ from lightning_amp.lightning.strategy.validation_of_fit import with_validation
 from lightning_amp.planning.base import rules as base_rules
 from lightning_amp.planning.base.base_plan import kept_bytes
 from lightning_amp.planning.base.plan_request import PlanRequest
+from lightning_amp.planning.modules.on_device import on_device
 from lightning_amp.planning.modules.plan_decoder import predict_decoder_again, split_by_decoder
 from lightning_amp.planning.modules.plan_module import plan_again, split_by_planner
 from lightning_amp.planning.plan.plan import Plan
@@ -59,8 +63,10 @@ def resolve_plan(
         if requested is None or strategies is not None:
             return plan_on_device(inputs, made, device=facts.device, module=module).plan
         again = with_validation(base_rules.with_memory(predict_anew(requested, facts), facts.memory), facts)
-        found = StepPlan(plan=again, step=facts.step, seen=facts.profiled[0])
-        return plan_on_device(inputs, lambda _: found, device=facts.device, module=module).plan
+        seen = facts.profiled[0]
+        counted = StepPlan(plan=again, step=facts.step, seen=seen).counted
+        placed = on_device(again, facts.device, counted)
+        return with_compiled(placed, inputs, module, None if seen is None else seen.chain)
 
     def made(inputs: PlanRequest) -> StepPlan:
         found = (_plan_of_decoder if inputs.shape.decoder else _plan_of_module)(facts, inputs)
@@ -195,7 +201,8 @@ def _evaluated(made: Plan, facts: PlanningContext, given: PlanRequest, named: Se
 
 def predict_anew(plan: Plan, facts: PlanningContext) -> Plan:
     """Update a given plan with the prediction and budget of this run; its old ones belong to another model."""
-    refuse_beyond(plan.rules, facts.host_room)
+    if facts.trainer.state.fn == TrainerFn.FITTING:
+        refuse_beyond(plan.rules, facts.host_room)
     (profile, shape, notes), (rates, note) = facts.read, facts.rates
     notes = notes + note + base_rules.too_few_cells(profile, plan.mesh, shape.batch_size)
     notes += base_rules.remarks({rule.strategy: rule.spec for rule in plan.rules}, launches=rates.launches)

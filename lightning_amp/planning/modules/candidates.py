@@ -264,10 +264,8 @@ def _is_last_resort(names: Collection[str]) -> bool:
 
 
 def _least_seconds(names: Collection[str], plain: float, found: Sequence[Draft]) -> float:
-    """Return the seconds of the fastest step that a set of techniques could have.
-
-    No technique makes a step faster, and those of the last resort take as long beside others as they do alone.
-    """
+    """Return the seconds of the fastest step that a set of techniques could have."""
+    # other techniques make no step faster, and those of the last resort take as long beside them as alone
     alone = {one.strategies: one.seconds - plain for one in found}
     return plain + sum(alone.get((name,), 0.0) for name in names if PREDICTIONS[name].last_resort)
 

@@ -35,10 +35,11 @@ class PlannedOrder:
     Args:
         text: It in the form of a plan; "" for a plan without it, with which nothing is compared.
         says: The warning, with the fields `place`, `found` and `planned` of the first difference.
+        first: How many are compared; None for all.
     """
 
-    def __init__(self, text: str, says: str) -> None:
-        self._text, self._says = text, says
+    def __init__(self, text: str, says: str, *, first: int | None = None) -> None:
+        self._text, self._says, self._first = text, says, first
         self._shapes = ""
         # what was equal last: comparing objects takes a fraction of the time of their names
         self._equal: list[Any] | None = None
@@ -50,12 +51,13 @@ class PlannedOrder:
         Not if that was said before, nor if the step is a count, on fake tensors. Of a batch without tensors the sizes
         are not known.
         """
+        found = found[: self._first]
         if self._warned or found == self._equal:
             return
         self._shapes = self._shapes or lines_in(self._text)[0]
         if not self._shapes or self._shapes != _in_words(shapes):
             return
-        pairs = zip_longest(lines_in(self._text)[1:], map(str, found))
+        pairs = zip_longest(lines_in(self._text)[1:][: self._first], map(str, found))
         unlike = next(((place, *pair) for place, pair in enumerate(pairs) if pair[0] != pair[1]), None)
         if unlike is None:
             self._equal = [*found]

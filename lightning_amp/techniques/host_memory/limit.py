@@ -15,7 +15,7 @@ from lightning_amp.quantities import format_bytes, parse_bytes
 S = TypeVar("S", bound=Any)
 SHARE = 0.8
 """Share of the host's free memory that the ranks of a node take at most."""
-FREE = "of what is free there a rank may take"
+MAY_TAKE = "a rank may take {} of what is free there"
 
 
 def free_bytes(node_ranks: int = 1) -> int:
@@ -33,7 +33,7 @@ def within(rules: Sequence[Rule], room: int) -> tuple[Rule, ...]:
         if getattr(spec, "host_memory", room) is not None:
             return rule
         others = host_bytes_of(other for other in rules if other.strategy != rule.strategy)
-        return replace(rule, spec=replace(spec, host_memory=room - others))
+        return replace(rule, spec=replace(spec, host_memory=max(0, room - others)))
 
     return tuple(map(bounded, rules))
 
@@ -80,19 +80,19 @@ def no_room(what: str, n_bytes: int, spec: Any, seen: ProfiledStep, others: Iter
     if room is None or n_bytes <= room:
         return ""
     beside = " and what else waits there" if taken else ""
-    limit = f"{FREE} {format_bytes(seen.host_room or 0)}"
+    limit = MAY_TAKE.format(format_bytes(seen.host_room or 0))
     if spec.host_memory is not None:
         limit = f"host_memory is {format_bytes(spec.host_memory)}"
     return f"{what}{beside} takes {format_bytes(taken + n_bytes)} of host memory, and {limit}"
 
 
-def refuse_beyond(rules: Iterable[Rule], room: int) -> None:
-    """Raise a PlanError if rules of a plan that have no bound of their own take more host memory than is free."""
-    taken = host_bytes_of(rule for rule in rules if getattr(rule.spec, "host_memory", 0) is None)
-    if taken > room:
+def refuse_beyond(rules: Sequence[Rule], room: int) -> None:
+    """Raise a PlanError if a plan, of which a rule has no bound of its own, takes more host memory than is free."""
+    bounded, taken = all(getattr(rule.spec, "host_memory", 0) is not None for rule in rules), host_bytes_of(rules)
+    if not bounded and taken > room:
         raise PlanError(
-            f"the given plan takes {format_bytes(taken)} of host memory, and {FREE} {format_bytes(room)}; make the plan"
-            " again on this machine, or free memory of the host"
+            f"the given plan takes {format_bytes(taken)} of host memory, and {MAY_TAKE.format(format_bytes(room))};"
+            " make the plan again on this machine, or free memory of the host"
         )
 
 

@@ -1,7 +1,7 @@
 """Install `replay`: record the operators of the training step, and replay segments of it in the backward pass."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -30,7 +30,6 @@ from lightning_amp.techniques.replay.row import ReplayOperators
 from lightning_amp.techniques.replay.stretches import Look, stretches_of
 from lightning_amp.techniques.replay.tape import Tape
 
-PLAIN_LOG = LightningModule.log
 RUNS_OTHERS = (
     "replay: the step runs other operators than the one that was counted for its plan; they differ first at operator"
     " {place}, where the step runs {found}, and the count {planned}. Results are exact, but segments end elsewhere, so"
@@ -43,7 +42,8 @@ def install(module: nn.Module, spec: ReplayOperators, mesh: object) -> Change:
     refuse_unseen("replay", module)
     # the replays of the first call are compared with the saved values
     step, first = method_of(module, "training_step"), iter((True,))
-    planned = PlannedOrder(spec.operators, RUNS_OTHERS)
+    # operators after the last segment run once in any order
+    planned = PlannedOrder(spec.operators, RUNS_OTHERS, first=max((end for end, _ in spec.segments), default=0))
 
     @wraps(step)
     def run(module: LightningModule, *args: Any, **kwargs: Any) -> Any:
@@ -68,15 +68,19 @@ def recorded(tape: Tape, module: nn.Module) -> Iterator[None]:
     """Record the operators of a module's step on a tape."""
     # on several ranks they share batch statistics, and run other operators than in the plan
     norms = [child for child in module.modules() if isinstance(child, AnyBatchNorm)]
-    with tape.as_one(norms), replacing(LightningModule, log=_log), tape, tape.hooks():
+    with ExitStack() as undo:
+        for child in module.modules():
+            if isinstance(child, LightningModule):
+                undo.enter_context(replacing(child, log=partial(_log, child.log)))
+        for one in (tape.as_one(norms), tape, tape.hooks()):
+            undo.enter_context(one)
         yield
 
 
-@wraps(PLAIN_LOG)
-def _log(*args: Any, **kwargs: Any) -> None:
-    """Log a value; what Lightning computes for that is not part of a count, in which there is no run."""
+def _log(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Log a value, which Lightning keeps by other operators in a count, in which there is no logger."""
     with own_operators():
-        PLAIN_LOG(*args, **kwargs)
+        log(*args, **kwargs)
 
 
 def look(step: StepToPlan) -> Callable[[tuple[Rule, ...]], Replays]:

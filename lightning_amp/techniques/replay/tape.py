@@ -22,14 +22,12 @@ Exactness depends on these rules:
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from lightning_amp._torch import TorchDispatchMode, autograd_node, top_saving_hooks, version_of
 from lightning_amp.errors import ModelError
@@ -39,6 +37,7 @@ from lightning_amp.own_operators import are_own_operators
 from lightning_amp.sharding._torch import AUTOGRAD_AND_AUTOCAST, excluded_keys, force_dispatch_keys, included_keys
 from lightning_amp.techniques.replay.choose_cuts import KEPT, ONE_BY_ONE
 from lightning_amp.techniques.replay.on_fakes import made_by
+from lightning_amp.techniques.replay.one_hot import around_one_hot
 from lightning_amp.techniques.replay.recorded import Operator, Outside, Slot, StorageRef, geometry_of
 from lightning_amp.techniques.replay.segment import CHANGED, Handle, Kept, Segment, copied, draws_of, how_of, mapped
 
@@ -46,25 +45,6 @@ SMALL = 64
 """A result is small if its operator's largest result is at least this many times larger."""
 AS_ONE = "a norm of batches or one_hot"
 """Stands for the operators of a call that are counted as one."""
-
-
-class _AroundOneHot(TorchFunctionMode):
-    """Calls two functions around each call of `one_hot`, which compares with all classes on fake tensors, and writes on
-    real ones."""
-
-    def __init__(self, begins: Callable[[], None], ends: Callable[[], None]) -> None:
-        super().__init__()
-        self._begins, self._ends = begins, ends
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function."""
-        if func is not functional.one_hot:
-            return func(*args, **(kwargs or {}))
-        self._begins()
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self._ends()
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -111,8 +91,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def as_one(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Count all operators of a call of one of these modules, or of `one_hot`, as one: they may differ from those of
-        the plan."""
+        """Count all operators of a call of one of these modules, or of `one_hot`, as one: a count may have others."""
 
         def begins(*_: Any) -> None:
             self._inside += 1
@@ -126,7 +105,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         hooks = [module.register_forward_pre_hook(begins) for module in modules]
         hooks += [module.register_forward_hook(ends, always_call=True) for module in modules]
         try:
-            with _AroundOneHot(begins, ends):
+            with around_one_hot(begins, ends):
                 yield
         finally:
             for hook in hooks:

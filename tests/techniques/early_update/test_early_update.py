@@ -237,7 +237,7 @@ def test_a_refusal_says_what_it_costs() -> None:
     sizes = [parameter.nbytes for parameter in trained.parameters() if parameter.requires_grad]
     # all but those that wait for each other and the largest one
     freed = format_bytes(sum(sizes) - 2**17 - max(sizes))
-    assert said.endswith(f"before the first update; else up to {freed} of gradients would be freed early"), said
+    assert said.endswith(f"before the first update; otherwise up to {freed} of gradients would be freed early"), said
     # a module without so many
     _, _, trainer = fit(made(Few), AMPStrategy(), gradient_clip_val=1.0)
     assert plan_of(trainer).diagnosis.does_not_help["early_update"].endswith("before the first update")

@@ -94,7 +94,7 @@ def test_it_trains_as_without_and_goes_on_from_either_file(tmp_path: Path) -> No
 def test_a_host_without_room_ends_the_fit_before_anything_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "free_bytes", lambda node_ranks: 0)
     with pytest.raises(
-        PlanError, match="takes .* of host memory, and of what is free there a rank may take 0 B; leave"
+        PlanError, match="takes .* of host memory, and a rank may take 0 B of what is free there; leave"
     ):
         fitted(on_host(), 1)
 

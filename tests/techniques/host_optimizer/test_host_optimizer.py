@@ -331,9 +331,7 @@ def test_the_hosts_memory_is_one_budget_beside_offload() -> None:
 
 def test_more_host_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "free_bytes", lambda node_ranks: 2**20)
-    with pytest.raises(
-        PlanError, match="takes 1.20 MiB of host memory, and of what is free there a rank may take 1.00"
-    ):
+    with pytest.raises(PlanError, match="takes 1.20 MiB of host memory, and a rank may take 1.00 MiB of what is free"):
         fit(made(), on_host())
 
 

@@ -2,6 +2,7 @@
 their plan says and train as plain steps do; steps of which nothing can be replayed are refused with the reason."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,13 @@ class Logs(OddStep):
         return x.sin().square().mean()
 
 
+class LogsMore(Logs):
+    """Its own `log` computes something."""
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        super().log(name, value * 2.0, *args, **kwargs)
+
+
 class Jvp(OddStep):
     def loss(self, batch: Tensor) -> Tensor:
         y, tangent = torch.func.jvp(self._layers, (batch,), (torch.ones_like(batch),))
@@ -94,7 +102,7 @@ class Dual(OddStep):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.parametrize(("kind", "share"), [
-    (WritesToViews, 0.55), (WritesInLoop, None), (OneHot, 0.6), (Logs, 0.8), (Jvp, 0.85), (Dual, None),
+    (WritesToViews, 0.55), (WritesInLoop, None), (OneHot, 0.6), (Logs, 0.8), (LogsMore, 0.8), (Jvp, 0.85), (Dual, None),
 ])  # fmt: skip
 def test_odd_steps_are_replayed_at_the_predicted_peak(
     kind: Callable[[], Trained], share: float | None, monkeypatch: pytest.MonkeyPatch

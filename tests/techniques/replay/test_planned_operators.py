@@ -59,11 +59,41 @@ class Layers(Trained):
         return x.square().mean()
 
 
+class Accumulates(Layers):
+    """Every second batch ends with an update: what is after the last segment is not compared."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch) / 2)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Taught(Layers):
+    """A frozen network in evaluation mode, whose attention torch computes at once, unless functions are watched."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.teacher = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).requires_grad_(False)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.teacher.eval()
+        with torch.no_grad():
+            aim = self.teacher(batch[None])[0]
+        return super().loss(batch) + (self.layer0(batch) - aim).square().mean()
+
+
 def trained(
     kind: str, strategy: Any, monkeypatch: pytest.MonkeyPatch, steps: int = 10
 ) -> tuple[Trained, Any, list[str]]:
     """The module, its plan, and what was said of its operators."""
-    monkeypatch.setitem(MODELS, "layers", (lambda: Layers(kind), lambda n: torch.randn(64 * n, 16)))
+    kinds = {"accumulates": Accumulates, "taught": Taught}
+    monkeypatch.setitem(MODELS, "layers", (kinds.get(kind, lambda: Layers(kind)), lambda n: torch.randn(64 * n, 16)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module, _, plan = fit("layers", strategy, steps=steps)
@@ -73,7 +103,7 @@ def trained(
 @pytest.mark.parametrize(("kind", "said"), [
     ("layout", r"operator \d+, where the step runs aten.clone.default, and the count aten.t.default"),
     ("counter", r"operator \d+, where the step runs aten.sin.default, and the count aten.t.default"),
-    ("once", ""), ("one_hot", ""), ("log", ""), ("", ""),
+    ("once", ""), ("one_hot", ""), ("log", ""), ("accumulates", ""), ("taught", ""), ("", ""),
 ])  # fmt: skip
 def test_a_step_that_runs_other_operators_than_its_count_is_warned_of_once(
     kind: str, said: str, monkeypatch: pytest.MonkeyPatch
