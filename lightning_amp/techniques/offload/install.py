@@ -33,8 +33,7 @@ def install(module: nn.Module, spec: Offload, mesh: object) -> Change:
     limit = spec.host_memory if spec.host_memory is not None else free_bytes()
     moves = Moves(least_bytes=spec.least_bytes, leaves=spec.numbers, window=spec.window, limit=limit)
     step, first = method_of(module, "training_step"), iter((True,))
-    last = None if spec.numbers is None else max(spec.numbers, default=-1) + 1
-    planned = PlannedOrder(spec.saves, SAVES_OTHERS, first=last)
+    planned = PlannedOrder(spec.saves, SAVES_OTHERS)
 
     @contextmanager
     def around(held: Sequence[Tensor], step: Step) -> Iterator[Step]:

@@ -1,4 +1,4 @@
-"""A step that saves other tensors than its count while some wait on the host is told once; it stays exact."""
+"""A step that saves other tensors than its count while some wait on the host is warned of once; it stays exact."""
 
 import re
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.techniques.replay.test_planned_operators import trained
 @pytest.mark.parametrize(("kind", "said"), [
     ("counter", r"number \d+, where the step saves 4096 bytes, and the count nothing more"), ("once", ""), ("", ""),
 ])  # fmt: skip
-def test_a_step_that_saves_other_tensors_than_its_count_is_told_once(
+def test_a_step_that_saves_other_tensors_than_its_count_is_warned_of_once(
     kind: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _, _ = trained(kind, "auto", monkeypatch)
