@@ -42,7 +42,7 @@ class PlannedOrder:
         self._text, self._says, self._first = text, says, first
         self._shapes = ""
         # what was equal last: comparing objects takes a fraction of the time of their names
-        self._equal: list[Any] | None = None
+        self._equal: Sequence[Any] | None = None
         self._warned = not text
 
     def compare(self, shapes: Iterable[Sequence[int]], found: Sequence[Any], is_count: Callable[[], bool]) -> None:
@@ -51,8 +51,7 @@ class PlannedOrder:
         Not if that was said before, nor if the step is a count, on fake tensors. Of a batch without tensors the sizes
         are not known.
         """
-        found = found[: self._first]
-        if self._warned or found == self._equal:
+        if self._warned or (found := found[: self._first]) == self._equal:
             return
         self._shapes = self._shapes or lines_in(self._text)[0]
         if not self._shapes or self._shapes != _in_words(shapes):
@@ -60,7 +59,7 @@ class PlannedOrder:
         pairs = zip_longest(lines_in(self._text)[1:][: self._first], map(str, found))
         unlike = next(((place, *pair) for place, pair in enumerate(pairs) if pair[0] != pair[1]), None)
         if unlike is None:
-            self._equal = [*found]
+            self._equal = found
             return
         if is_count():
             # it finds the peak of this order

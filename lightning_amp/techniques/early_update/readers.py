@@ -36,11 +36,13 @@ LIBRARIES = ("lightning.", "lightning_amp.", "torch.")
 
 def refusal(module: LightningModule, step: Any, *, values: bool) -> str:
     """Return what reads the gradients in the run of a module; "" if nothing is found, or no run is known."""
-    trainer, freed = module._trainer, freed_bytes(gradient_sizes(module.parameters()))
+    trainer = module._trainer
     why = what_reads(module, trainer)
-    if not why or not freed or (trainer is not None and trainer.world_size > 1):
+    # several ranks refuse it whatever reads them
+    if not why or (trainer is not None and trainer.world_size > 1):
         return why
-    return f"{why}; otherwise up to {format_bytes(freed)} of gradients would be freed early"
+    freed = freed_bytes(gradient_sizes(module.parameters()))
+    return f"{why}; otherwise up to {format_bytes(freed)} of gradients would be freed early" if freed else why
 
 
 def refuse_readers(module: LightningModule, trainer: Trainer) -> None:

@@ -65,8 +65,7 @@ def _bucket_bytes(sizes: Sequence[int]) -> int:
 
 
 def freed_bytes(sizes: Sequence[int]) -> int:
-    """Return how many bytes of gradients are never there together, of those of a step: all but a bucket and the
-    largest one."""
+    """Return how many bytes of a step's gradients are freed early: all but those of a bucket and the largest one."""
     return max(0, sum(sizes) - _bucket_bytes(sizes) - max(sizes, default=0))
 
 

@@ -118,7 +118,11 @@ def add(seen: ProfiledStep, draft: Draft, budget: int | None) -> Draft | str:
         within = None if budget is None else budget - beyond
         fits = replays and within is not None and plain <= within
         key = "leaves", changes_of(rules), within, room
-        made = None if fits else look.once(key, lambda: _Leaving(look, rules, spec, seen, draft, plain).least(within))
+        made = (
+            None
+            if fits
+            else look.once(key, lambda: _Leaving(look, rules, spec, seen, draft, plain, room).least(within))
+        )
     except AmpError as error:
         return str(error)
     if made is None or plain <= made.peak_bytes:
@@ -178,10 +182,18 @@ class _Leaving:
         seen: The profiled step.
         draft: The step with the other techniques.
         plain: Its peak.
+        room: Bytes of host memory that may be taken; None for any.
     """
 
     def __init__(
-        self, look: Any, rules: tuple[Rule, ...], spec: Offload, seen: ProfiledStep, draft: Draft, plain: int
+        self,
+        look: Any,
+        rules: tuple[Rule, ...],
+        spec: Offload,
+        seen: ProfiledStep,
+        draft: Draft,
+        plain: int,
+        room: int | None,
     ) -> None:
         self._look, self._rules, self._seen, self._before = look, rules, seen, draft.seconds
         every: SavedTensors = look.saved(rules)
@@ -192,7 +204,6 @@ class _Leaving:
         self._spec = replace(spec, least_bytes=least, saves=saves)
         # the count has what is foreseen, too
         self._more = max(0.0, plain - self._saved.peak([]))
-        room = room_of(spec, seen, draft.targets)
         self._room = inf if room is None else room
 
     def least(self, within: int | None) -> _Made | None:

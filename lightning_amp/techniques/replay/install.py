@@ -72,9 +72,8 @@ def recorded(tape: Tape, module: nn.Module) -> Iterator[None]:
         for child in module.modules():
             if isinstance(child, LightningModule):
                 undo.enter_context(replacing(child, log=partial(_log, child.log)))
-        for one in (tape.as_one(norms), tape, tape.hooks()):
-            undo.enter_context(one)
-        yield
+        with tape.as_one(norms), tape, tape.hooks():
+            yield
 
 
 def _log(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
